@@ -1,0 +1,213 @@
+"""Facts about number formats: what each one is. No tensors here.
+
+An *element format* says how one value is stored; a *block format* is an element format plus an
+8-bit power-of-two scale (E8M0) shared by 32 neighbours along the contraction axis. Every derived
+number (largest value, bias, bits) is computed from the bit fields, so there is one home for each.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 5 (formats) and 6.3 (shared scale).
+"""
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from dmx.errors import FormatError
+
+ScaleRule = Literal["floor", "ceil", "even", "rceil"]
+"""How the shared exponent follows from a block's amax; see `dmx.numerics.scaling`."""
+SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
+
+BitUnit = Literal["element_bits", "bits_per_element"]
+"""element_bits: nominal 4/6/8. bits_per_element: scales included, equals exported bytes."""
+BIT_UNITS: tuple[BitUnit, ...] = get_args(BitUnit)
+
+SCALE_BITS = 8
+SCALE_BIAS = 127
+SCALE_NAN_CODE = 255
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A sign bit, `exponent_bits` and `mantissa_bits`; all facts below follow from these fields."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    specials: Literal["none", "nan", "ieee"] = "none"
+    """none: every code is a number. nan: all ones is NaN (E4M3). ieee: top exponent is Inf/NaN."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @cached_property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @cached_property
+    def emax(self) -> int:
+        """Exponent of the binade of `max_normal`."""
+        return 2**self.exponent_bits - 1 - self.bias - (self.specials == "ieee")
+
+    @cached_property
+    def emin(self) -> int:
+        """Exponent of the smallest normal value."""
+        return 1 - self.bias
+
+    @cached_property
+    def max_normal(self) -> float:
+        # E4M3 gives its topmost mantissa to NaN.
+        top_mantissa = 2**self.mantissa_bits - 1 - (self.specials == "nan")
+        return float(2.0**self.emax * (1 + top_mantissa / 2**self.mantissa_bits))
+
+    @cached_property
+    def min_normal(self) -> float:
+        return float(2.0**self.emin)
+
+    @cached_property
+    def min_subnormal(self) -> float:
+        return float(2.0 ** (self.emin - self.mantissa_bits))
+
+    @cached_property
+    def nan_code(self) -> int:
+        """Code of +NaN; formats without NaN use 0xFF, which is no code of theirs."""
+        return 0xFF if self.specials == "none" else 2 ** (self.bits - 1) - 1
+
+
+E2M1 = ElementFormat("e2m1", 2, 1)
+E2M3 = ElementFormat("e2m3", 2, 3)
+E3M2 = ElementFormat("e3m2", 3, 2)
+E4M3 = ElementFormat("e4m3", 4, 3, "nan")
+E5M2 = ElementFormat("e5m2", 5, 2, "ieee")
+ELEMENT_FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2)}
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """What an assignment assigns to a layer. `element` is None for bf16, which is not quantized."""
+
+    name: str
+    element: ElementFormat | None
+    block_size: int = BLOCK_SIZE
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def element_bits(self) -> float:
+        """Bits of one stored value, scale not counted (what the dMX paper counts)."""
+        return 16.0 if self.element is None else float(self.element.bits)
+
+    @cached_property
+    def bits_per_element(self) -> float:
+        """Bits of one stored value with its share of the scale: 4.25, 6.25, 8.25; 16 for bf16."""
+        if self.element is None:
+            return 16.0
+        return self.element.bits + SCALE_BITS / self.block_size
+
+    def bits(self, unit: BitUnit) -> float:
+        return self.element_bits if unit == "element_bits" else self.bits_per_element
+
+
+MXFP4 = BlockFormat("mxfp4", E2M1)
+MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3)
+MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2)
+MXFP8_E4M3 = BlockFormat("mxfp8_e4m3", E4M3)
+MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2)
+BF16 = BlockFormat("bf16", None)
+
+MX_FORMATS = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2)
+BLOCK_FORMATS = {f.name: f for f in (*MX_FORMATS, BF16)}
+ALIASES = {"mxfp4_e2m1": "mxfp4", "mxfp6": "mxfp6_e2m3", "mxfp8": "mxfp8_e4m3"}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The formats that one offset moves between, smallest first, at offsets `stops`."""
+
+    name: str
+    formats: tuple[BlockFormat, ...]
+    stops: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def slope(self) -> float:
+        """Added element bits per unit of offset; the same between all stops."""
+        low, high = self.formats[0], self.formats[-1]
+        return (high.element_bits - low.element_bits) / (self.stops[-1] - self.stops[0])
+
+
+FAMILIES = {
+    f.name: f
+    for f in (
+        Family("mxfp8_mxfp4", (MXFP4, MXFP8_E4M3), (0.0, 2.0)),
+        Family("mxfp6_mxfp4", (MXFP4, MXFP6_E2M3), (0.0, 2.0)),
+        Family("mxfp8_mxfp6_mxfp4", (MXFP4, MXFP6_E2M3, MXFP8_E4M3), (0.0, 1.0, 2.0)),
+    )
+}
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def get_block_format(name: "str | BlockFormat", *, setting: str = "block_format") -> BlockFormat:
+    """Block format by name or alias; the only lookup by string.
+
+    Raises:
+        FormatError: no such format; says the nearest name and all that exist.
+    """
+    if isinstance(name, BlockFormat):
+        return name
+    key = ALIASES.get(name, name)
+    if key not in BLOCK_FORMATS:
+        known = [*BLOCK_FORMATS, *ALIASES]
+        raise FormatError(
+            f"{setting}={name!r} is no block format.{_nearest(str(name), known)} "
+            f"Allowed: {', '.join(known)}."
+        )
+    return BLOCK_FORMATS[key]
+
+
+def get_mx_format(name: "str | BlockFormat", *, setting: str = "block_format") -> BlockFormat:
+    """As `get_block_format`, but refuses bf16, which has no quantizer."""
+    block_format = get_block_format(name, setting=setting)
+    if block_format.element is None:
+        raise FormatError(
+            f"{setting}={block_format.name!r} cannot be quantized to: it names layers that stay "
+            f"in 16 bits. Allowed: {', '.join(map(str, MX_FORMATS))}."
+        )
+    return block_format
+
+
+def get_family(name: "str | Family", *, setting: str = "search.family") -> Family:
+    """Family by name.
+
+    Raises:
+        FormatError: no such family; says the nearest name and all that exist.
+    """
+    if isinstance(name, Family):
+        return name
+    if name not in FAMILIES:
+        raise FormatError(
+            f"{setting}={name!r} is no format family.{_nearest(str(name), list(FAMILIES))} "
+            f"Allowed: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[name]
+
+
+def check_choice(value: object, allowed: tuple[str, ...], setting: str) -> None:
+    """Raise FormatError unless value is one of `allowed`; says the nearest."""
+    if value not in allowed:
+        raise FormatError(
+            f"{setting}={value!r} is not allowed.{_nearest(str(value), list(allowed))} "
+            f"Allowed: {', '.join(allowed)}."
+        )

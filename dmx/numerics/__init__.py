@@ -1,0 +1,32 @@
+"""Arithmetic in plain torch: the reference. Kernels in `dmx.kernels` equal it bit for bit."""
+
+from dmx.numerics.continuous import (
+    PathParameters,
+    continuous_derivatives,
+    continuous_fake_quant,
+    continuous_fake_quant_backward,
+    path_parameters,
+)
+from dmx.numerics.errors import kl_divergence, relative_error, sqnr_db, token_kl_divergence
+from dmx.numerics.mx import MXTensor, fake_quant, quantize
+from dmx.numerics.rounding import codes_to_element, element_to_codes, round_to_element
+from dmx.numerics.scaling import amax_to_scale_exponent
+
+__all__ = [
+    "MXTensor",
+    "PathParameters",
+    "amax_to_scale_exponent",
+    "codes_to_element",
+    "continuous_derivatives",
+    "continuous_fake_quant",
+    "continuous_fake_quant_backward",
+    "element_to_codes",
+    "fake_quant",
+    "kl_divergence",
+    "path_parameters",
+    "quantize",
+    "relative_error",
+    "round_to_element",
+    "sqnr_db",
+    "token_kl_divergence",
+]
