@@ -1,0 +1,391 @@
+// MX and continuous quantization on CPU, equal to dmx.numerics bit for bit.
+//
+// A tensor comes as `rows` rows of `n` contiguous values; blocks of 32 run along a row and the
+// last one of a row may be short. All arithmetic is on magnitudes in float32, the sign bit is put
+// back at the end. Rounding to a multiple of a power-of-two step is `(a + c) - c` with
+// c = 2^23 * step: the sum lies in [c, 2c), where neighbouring floats are one step apart, and the
+// addition rounds to nearest even. Build without -ffast-math and with -ffp-contract=off.
+
+#include <cstdint>
+#include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kBlock = 32;
+constexpr int64_t kChunk = 256;  // blocks that one task works through; fixes the order of sums
+constexpr uint32_t kMagnitude = 0x7fffffffu, kSign = 0x80000000u, kInf = 0x7f800000u;
+constexpr int kMantissaBits = 23, kBias = 127;
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// 2^exponent for exponents in [-127, 127]; -127 is a subnormal.
+inline float power_of_two(int exponent) {
+  return float_of(exponent > -kBias ? uint32_t(exponent + kBias) << kMantissaBits : 1u << 22);
+}
+
+// ---- element types: bits of float32 in, storage bits out -----------------------------------
+
+struct Float32 {
+  using Storage = uint32_t;
+  static constexpr Storage kNan = 0x7fc00000u;
+  static void load(const Storage* from, uint32_t* bits) { std::memcpy(bits, from, 4 * kBlock); }
+  static void store(const uint32_t* bits, Storage* to) { std::memcpy(to, bits, 4 * kBlock); }
+};
+
+struct BFloat16 {
+  using Storage = uint16_t;
+  static constexpr Storage kNan = 0x7fc0u;
+  static void load(const Storage* from, uint32_t* bits) {
+    for (int i = 0; i < kBlock; ++i) bits[i] = uint32_t(from[i]) << 16;
+  }
+  // Values are never NaN here; rounding up past the largest gives Inf, as a cast does.
+  static void store(const uint32_t* bits, Storage* to) {
+    for (int i = 0; i < kBlock; ++i)
+      to[i] = Storage((bits[i] + 0x7fffu + ((bits[i] >> 16) & 1u)) >> 16);
+  }
+};
+
+struct Float16 {
+  using Storage = uint16_t;
+  static constexpr Storage kNan = 0x7e00u;
+#if defined(__F16C__)
+  static void load(const Storage* from, uint32_t* bits) {
+    for (int i = 0; i < kBlock; i += 8) {
+      const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+      _mm256_storeu_ps(reinterpret_cast<float*>(bits + i), _mm256_cvtph_ps(half));
+    }
+  }
+  static void store(const uint32_t* bits, Storage* to) {
+    for (int i = 0; i < kBlock; i += 8) {
+      const __m256 wide = _mm256_loadu_ps(reinterpret_cast<const float*>(bits + i));
+      const __m128i half = _mm256_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
+    }
+  }
+#else
+  static void load(const Storage* from, uint32_t* bits) {
+    for (int i = 0; i < kBlock; ++i) {
+      _Float16 half;
+      std::memcpy(&half, from + i, 2);
+      bits[i] = bits_of(float(half));
+    }
+  }
+  static void store(const uint32_t* bits, Storage* to) {
+    for (int i = 0; i < kBlock; ++i) {
+      const _Float16 half = _Float16(float_of(bits[i]));
+      std::memcpy(to + i, &half, 2);
+    }
+  }
+#endif
+};
+
+// ---- walking over blocks -------------------------------------------------------------------
+
+// A short block is worked on in zero-padded buffers, so every kernel sees 32 values.
+template <class T>
+struct Padded {
+  typename T::Storage values[kBlock];
+  Padded(const typename T::Storage* from, int count) {
+    std::memset(values, 0, sizeof values);
+    std::memcpy(values, from, count * sizeof(values[0]));
+  }
+};
+
+// Calls body(chunk, offset, block, count) for every block: `offset` in elements, `block` counts
+// blocks of the whole tensor, `count` values stand in it. Chunks run in parallel.
+template <class Body>
+void for_each_block(int64_t rows, int64_t n, int threads, Body body) {
+  if (n % kBlock == 0) {  // no short blocks: one long row
+    n *= rows;
+    rows = n > 0;
+  }
+  const int64_t per_row = (n + kBlock - 1) / kBlock, blocks = rows * per_row;
+  const int64_t chunks = (blocks + kChunk - 1) / kChunk;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t first = chunk * kChunk;
+    const int64_t last = first + kChunk < blocks ? first + kChunk : blocks;
+    int64_t row = first / per_row, column = first % per_row;
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t left = n - column * kBlock;
+      body(chunk, row * n + column * kBlock, block, int(left < kBlock ? left : kBlock));
+      if (++column == per_row) column = 0, ++row;
+    }
+  }
+}
+
+inline uint32_t largest_magnitude(const uint32_t* bits) {
+  uint32_t largest = 0;
+  for (int i = 0; i < kBlock; ++i) {
+    const uint32_t magnitude = bits[i] & kMagnitude;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;  // >= kInf when any value is NaN or Inf
+}
+
+// ---- MX formats ----------------------------------------------------------------------------
+
+struct Format {
+  int emin, emax, mantissa, max_code, nan_code, sign_shift, rule;
+  float max_normal;
+};
+
+enum Rule { kFloor, kCeil, kEven, kRceil };
+
+inline int scale_exponent(uint32_t amax, const Format& f) {
+  constexpr uint32_t mantissa = (1u << kMantissaBits) - 1;
+  if (f.rule == kEven) amax += 1u << (kMantissaBits - f.mantissa - 1);
+  int exponent = int(amax >> kMantissaBits) - kBias - f.emax;
+  if (f.rule == kCeil) exponent += (amax & mantissa) != 0;
+  if (f.rule == kRceil) exponent += (amax & mantissa) > (bits_of(f.max_normal) & mantissa);
+  return exponent < -kBias ? -kBias : exponent > kBias ? kBias : exponent;
+}
+
+// Biased exponent of the binade of `scaled`, kept within the format's normal range.
+inline int32_t clamped_exponent(float scaled, int32_t low, int32_t high) {
+  const int32_t exponent = int32_t(bits_of(scaled) >> kMantissaBits);
+  return exponent < low ? low : exponent > high ? high : exponent;
+}
+
+template <class T>
+void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format& f, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  Storage* to = static_cast<Storage*>(out);
+  const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
+  const float max_normal = f.max_normal;
+  for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
+    uint32_t bits[kBlock];
+    if (count == kBlock) T::load(from + offset, bits);
+    else T::load(Padded<T>(from + offset, count).values, bits);
+    const uint32_t amax = largest_magnitude(bits);
+    if (amax >= kInf) {
+      for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
+      return;
+    }
+    const int exponent = scale_exponent(amax, f);
+    const float scale = power_of_two(exponent), inverse = power_of_two(-exponent);
+    for (int i = 0; i < kBlock; ++i) {
+      const float scaled = float_of(bits[i] & kMagnitude) * inverse;
+      const float c = float_of(uint32_t(clamped_exponent(scaled, low, high) + lift) << kMantissaBits);
+      float rounded = (scaled + c) - c;
+      rounded = rounded < max_normal ? rounded : max_normal;
+      bits[i] = bits_of(rounded * scale) | (bits[i] & kSign);
+    }
+    if (count == kBlock) {
+      T::store(bits, to + offset);
+    } else {
+      Storage last[kBlock];
+      T::store(bits, last);
+      std::memcpy(to + offset, last, count * sizeof(Storage));
+    }
+  });
+}
+
+template <class T>
+void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows, int64_t n,
+              const Format& f, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
+  for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t block, int count) {
+    uint32_t bits[kBlock];
+    if (count == kBlock) T::load(from + offset, bits);
+    else T::load(Padded<T>(from + offset, count).values, bits);
+    const uint32_t amax = largest_magnitude(bits);
+    if (amax >= kInf) {
+      std::memset(codes + offset, f.nan_code, count);
+      scale_codes[block] = 255;
+      return;
+    }
+    const int exponent = scale_exponent(amax, f);
+    scale_codes[block] = uint8_t(exponent + kBias);
+    const float inverse = power_of_two(-exponent);
+    uint8_t result[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+      const float scaled = float_of(bits[i] & kMagnitude) * inverse;
+      const int32_t binade = clamped_exponent(scaled, low, high);
+      const float sum = scaled + float_of(uint32_t(binade + lift) << kMantissaBits);
+      // The low bits of the sum count steps; a carry out of the mantissa reaches the next binade.
+      int32_t code = int32_t(bits_of(sum) & 0x7fffffu) + ((binade - low) << f.mantissa);
+      code = code < f.max_code ? code : f.max_code;
+      result[i] = uint8_t(code | int32_t((bits[i] >> 31) << f.sign_shift));
+    }
+    std::memcpy(codes + offset, result, count);
+  });
+}
+
+// ---- the continuous quantizer; names as in dmx.numerics.continuous ---------------------------
+
+struct Path {
+  float inv_step, step, e_max, low, top, dlog_step, dlog_emax, dtop;
+};
+
+// What one block needs beside the path, in units of 2^K.
+struct Level {
+  float scale, inverse, low, top, inverse_low, dlog_low, dtop;
+};
+
+inline Level level_of(uint32_t amax, const Path& p) {
+  const int exponent = int(amax >> kMantissaBits) - kBias;
+  const float excess = p.e_max - 127.0f - float(exponent);
+  Level level;
+  level.scale = power_of_two(exponent);
+  level.inverse = power_of_two(-exponent);
+  const bool is_widened = excess > 0.0f;
+  const float widening = is_widened ? float(__builtin_exp2(double(excess))) : 1.0f;
+  level.low = p.low * widening;
+  level.top = p.top * widening;
+  level.inverse_low = (1.0f / level.low) * p.inv_step;
+  const float extra = widening > 1.0f ? p.dlog_emax : 2 * p.dlog_emax;
+  level.dlog_low = p.dlog_step + extra;
+  level.dtop = p.dtop * widening + (widening > 1.0f ? level.top * p.dlog_emax : 0.0f);
+  return level;
+}
+
+struct Rounded {
+  float ratio, rounded, step, value;
+  bool is_low;
+};
+
+inline Rounded round_continuous(float magnitude, const Path& p, const Level& level) {
+  constexpr float c = 8388608.0f;  // 2^23: adding it rounds to an integer
+  const uint32_t binade = bits_of(magnitude) & kInf;
+  Rounded r;
+  r.is_low = float_of(binade) < level.low;
+  // 1/binade has the exponent field 254 - field: exact.
+  const float inverse = float_of(0x7f000000u - binade) * p.inv_step;
+  r.ratio = magnitude * (r.is_low ? level.inverse_low : inverse);
+  r.step = (r.is_low ? level.low : float_of(binade)) * p.step;
+  r.rounded = (r.ratio + c) - c;
+  r.value = r.rounded * r.step;
+  return r;
+}
+
+template <class T>
+void continuous(const void* x, void* out, int64_t rows, int64_t n, const Path& path, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  Storage* to = static_cast<Storage*>(out);
+  for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
+    uint32_t bits[kBlock];
+    if (count == kBlock) T::load(from + offset, bits);
+    else T::load(Padded<T>(from + offset, count).values, bits);
+    const uint32_t amax = largest_magnitude(bits);
+    if (amax >= kInf) {
+      for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
+      return;
+    }
+    const Level level = level_of(amax, path);
+    for (int i = 0; i < kBlock; ++i) {
+      const float magnitude = float_of(bits[i] & kMagnitude) * level.inverse;
+      const Rounded r = round_continuous(magnitude, path, level);
+      const float value = r.value > level.top ? level.top : r.value;
+      bits[i] = bits_of(value * level.scale) | (bits[i] & kSign);
+    }
+    if (count == kBlock) {
+      T::store(bits, to + offset);
+    } else {
+      Storage last[kBlock];
+      T::store(bits, last);
+      std::memcpy(to + offset, last, count * sizeof(Storage));
+    }
+  });
+}
+
+// grad_x may be null: then only the sums are wanted. sums[chunk] receives sum(grad * dy/db).
+template <class T>
+void continuous_backward(const void* grad, const void* x, void* grad_x, double* sums, int64_t rows,
+                         int64_t n, const Path& path, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  const Storage* above = static_cast<const Storage*>(grad);
+  Storage* to = static_cast<Storage*>(grad_x);
+  for_each_block(rows, n, threads, [=](int64_t chunk, int64_t offset, int64_t, int count) {
+    uint32_t bits[kBlock], grad_bits[kBlock];
+    if (count == kBlock) {
+      T::load(from + offset, bits);
+      T::load(above + offset, grad_bits);
+    } else {
+      T::load(Padded<T>(from + offset, count).values, bits);
+      T::load(Padded<T>(above + offset, count).values, grad_bits);
+    }
+    const uint32_t amax = largest_magnitude(bits);
+    float products[kBlock];
+    Storage kept[kBlock];
+    std::memcpy(kept, above + offset, count * sizeof(Storage));
+    if (amax >= kInf) {
+      for (int i = 0; i < kBlock; ++i) products[i] = float_of(grad_bits[i]) * 0.0f;
+      std::memset(kept, 0, sizeof kept);
+    } else {
+      const Level level = level_of(amax, path);
+      for (int i = 0; i < kBlock; ++i) {
+        const float magnitude = float_of(bits[i] & kMagnitude) * level.inverse;
+        const Rounded r = round_continuous(magnitude, path, level);
+        const bool clamped = r.value > level.top;
+        const float dlog = r.is_low ? level.dlog_low : path.dlog_step;
+        // The reference computes rne(r) - r with both signs flipped by the sign of x.
+        const float inside = (r.ratio - r.rounded) * (r.step * dlog);
+        const float slope = (clamped ? level.dtop : inside) * level.scale;
+        products[i] = float_of(grad_bits[i] ^ (bits[i] & kSign)) * slope;
+        kept[i] = clamped ? Storage(0) : kept[i];
+      }
+    }
+    if (to) std::memcpy(to + offset, kept, count * sizeof(Storage));
+    float lanes[8] = {};
+    for (int i = 0; i < kBlock; ++i) lanes[i % 8] += products[i];
+    double sum = 0;
+    for (int i = 0; i < 8; ++i) sum += lanes[i];
+    sums[chunk] += sum;
+  });
+}
+
+}  // namespace
+
+// dtype: 0 fp32, 1 bf16, 2 fp16.
+#define DMX_DISPATCH(dtype, function, ...)                    \
+  switch (dtype) {                                            \
+    case 0: function<Float32>(__VA_ARGS__); break;            \
+    case 1: function<BFloat16>(__VA_ARGS__); break;           \
+    default: function<Float16>(__VA_ARGS__);                  \
+  }
+
+extern "C" {
+
+void dmx_fake_quant(int dtype, const void* x, void* out, int64_t rows, int64_t n, const Format* f,
+                    int threads) {
+  DMX_DISPATCH(dtype, fake_quant, x, out, rows, n, *f, threads)
+}
+
+void dmx_quantize(int dtype, const void* x, void* codes, void* scale_codes, int64_t rows, int64_t n,
+                  const Format* f, int threads) {
+  DMX_DISPATCH(dtype, quantize, x, static_cast<uint8_t*>(codes),
+               static_cast<uint8_t*>(scale_codes), rows, n, *f, threads)
+}
+
+void dmx_continuous(int dtype, const void* x, void* out, int64_t rows, int64_t n, const Path* path,
+                    int threads) {
+  DMX_DISPATCH(dtype, continuous, x, out, rows, n, *path, threads)
+}
+
+// `sums` holds ceil(blocks / 256) zeros; their total is the gradient by the offset.
+void dmx_continuous_backward(int dtype, const void* grad, const void* x, void* grad_x, void* sums,
+                             int64_t rows, int64_t n, const Path* path, int threads) {
+  DMX_DISPATCH(dtype, continuous_backward, grad, x, grad_x, static_cast<double*>(sums), rows, n,
+               *path, threads)
+}
+
+}  // extern "C"

@@ -1,0 +1,217 @@
+"""The CPU kernels: `cpu.cpp` built on first use and called through ctypes. `ops.py` is the door.
+
+The build needs a C++17 compiler and nothing else (no torch headers) and takes a second or two. The
+library is kept in ~/.cache/dmx (or DMX_CACHE) under a hash of source, compiler, flags and
+processor, and is renamed into place, so that processes that build at once cannot disturb each other.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dmx.errors import RunError
+from dmx.formats import BLOCK_SIZE, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
+from dmx.numerics.continuous import N_PATH_PARAMETERS
+from dmx.numerics.mx import MXTensor
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+# Contraction into fused multiply-adds would change bits.
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
+BLOCKS_PER_SUM = 256
+"""Blocks behind one partial sum of the offset's gradient; kChunk in cpu.cpp."""
+MIN_ELEMENTS_PER_THREAD = 16384
+"""Below this, waking a thread costs more than it saves."""
+
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def find_compiler() -> str | None:
+    """Path of the C++ compiler: $CXX if set, else c++, g++ or clang++; None when there is none."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _openmp_flags() -> list[str]:
+    """OpenMP from the runtime that torch itself uses: two thread pools would fight for the cores."""
+    if platform.system() != "Linux":
+        return []
+    maps = Path("/proc/self/maps").read_text().split()
+    runtime = next((p for p in maps if "/libgomp" in p and ".so" in p), None)
+    return ["-fopenmp", *([runtime, f"-Wl,-rpath,{Path(runtime).parent}"] if runtime else [])]
+
+
+def _processor() -> str:
+    """What -march=native depends on: the flags of the processor, or its name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        prefixes = ("model name", "flags", "Features", "CPU part")
+        lines = {s for s in cpuinfo.read_text().splitlines() if s.startswith(prefixes)}
+        return "\n".join(sorted(lines))
+    return platform.processor()
+
+
+def _build(compiler: str) -> Path:
+    command = [compiler, *FLAGS, *_openmp_flags()]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    key = "\0".join([SOURCE.read_text(), version, *command, _processor()])
+    name = hashlib.sha256(key.encode()).hexdigest()[:20]
+    folder = Path(os.environ.get("DMX_CACHE") or Path.home() / ".cache" / "dmx")
+    library = folder / f"cpu-{name}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / library.name
+        # The source stands before the runtime library, which the linker would drop otherwise.
+        order = [compiler, *FLAGS, str(SOURCE), *_openmp_flags(), "-o", str(built)]
+        result = subprocess.run(order, capture_output=True, text=True)
+        if result.returncode:
+            tail = "\n".join((result.stderr or result.stdout).strip().splitlines()[-12:])
+            raise RunError(
+                f"backend=cpp: building {SOURCE.name} with {compiler} failed:\n{tail}\n"
+                "Set CXX to a working C++17 compiler, or DMX_BACKEND=reference to run without one."
+            )
+        built.replace(library)
+    return library
+
+
+class _Format(ctypes.Structure):
+    _fields_ = [
+        *((f, ctypes.c_int) for f in ("emin", "emax", "mantissa", "max_code", "nan_code")),
+        *((f, ctypes.c_int) for f in ("sign_shift", "rule")),
+        ("max_normal", ctypes.c_float),
+    ]
+
+
+@cache
+def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
+    specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
+    max_code = 2 ** (element.bits - 1) - 1 - specials
+    # Formats without a NaN code store zeros in a NaN block; its scale byte says it all.
+    nan_code = 0 if element.specials == "none" else element.nan_code
+    rule = SCALE_RULES.index(scale_rule)
+    return _Format(
+        element.emin, element.emax, element.mantissa_bits, max_code, nan_code,
+        element.bits - 1, rule, element.max_normal,
+    )
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The built library.
+
+    Raises:
+        RunError: no compiler, or the build failed; shows the compiler's last lines.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise RunError(
+            "backend=cpp needs a C++17 compiler and none was found (looked for $CXX, c++, g++, "
+            "clang++). Install one, or set DMX_BACKEND=reference."
+        )
+    library = ctypes.CDLL(str(_build(compiler)))
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    shape = [count, count]
+    library.dmx_fake_quant.argtypes = [number, pointer, pointer, *shape, pointer, number]
+    library.dmx_quantize.argtypes = [number, pointer, pointer, pointer, *shape, pointer, number]
+    library.dmx_continuous.argtypes = [number, pointer, pointer, *shape, pointer, number]
+    library.dmx_continuous_backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
+    for function in ("fake_quant", "quantize", "continuous", "continuous_backward"):
+        getattr(library, f"dmx_{function}").restype = None
+    return library
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    n = x.shape[-1]
+    return (x.numel() // n if n else 0), n
+
+
+def _threads(x: Tensor) -> int:
+    return max(1, min(torch.get_num_threads(), x.numel() // MIN_ELEMENTS_PER_THREAD))
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Whether they share memory without being the same values at the same place."""
+    shared = x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+    return shared and x.data_ptr() != out.data_ptr()
+
+
+def fake_quant(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule, out: Tensor | None
+) -> Tensor:
+    """See `dmx.numerics.fake_quant`; arguments are checked by the door."""
+    assert block_format.element is not None
+    last = x.movedim(axis, -1).contiguous()
+    direct = out is not None and axis == x.ndim - 1 and out.is_contiguous() and not _overlap(x, out)
+    target = out if direct and out is not None else torch.empty_like(last)
+    load_library().dmx_fake_quant(
+        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), *_rows(last),
+        ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
+    )
+    if direct:
+        return target
+    result = target.movedim(-1, axis)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def quantize(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+) -> MXTensor:
+    """See `dmx.numerics.quantize`; arguments are checked by the door."""
+    assert block_format.element is not None
+    last = x.movedim(axis, -1).contiguous()
+    codes = torch.empty(last.shape, dtype=torch.uint8)
+    n_blocks = -(-last.shape[-1] // BLOCK_SIZE)
+    scale_codes = torch.empty((*last.shape[:-1], n_blocks), dtype=torch.uint8)
+    load_library().dmx_quantize(
+        _DTYPE_CODES[x.dtype], last.data_ptr(), codes.data_ptr(), scale_codes.data_ptr(),
+        *_rows(last), ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
+    )
+    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in (codes, scale_codes))
+    return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
+
+
+def _path(parameters: Tensor) -> Tensor:
+    assert parameters.shape == (N_PATH_PARAMETERS,)
+    return parameters.contiguous()
+
+
+def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
+    """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
+    last, path = x.contiguous(), _path(parameters)
+    out = torch.empty_like(last)
+    load_library().dmx_continuous(
+        _DTYPE_CODES[x.dtype], last.data_ptr(), out.data_ptr(), *_rows(last), path.data_ptr(),
+        _threads(x),
+    )
+    return out
+
+
+def continuous_fake_quant_backward(
+    grad: Tensor, x: Tensor, parameters: Tensor, needs_grad_x: bool
+) -> tuple[Tensor | None, Tensor]:
+    """See `dmx.numerics.continuous_fake_quant_backward`; arguments are checked by the door.
+
+    Sums in float32 within a block and in float64 beyond, in an order that does not depend on the
+    number of threads.
+    """
+    last, above, path = x.contiguous(), grad.contiguous(), _path(parameters)
+    rows, n = _rows(last)
+    blocks = rows * -(-n // BLOCK_SIZE)
+    sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), dtype=torch.float64)
+    grad_x = torch.empty_like(last) if needs_grad_x else None
+    load_library().dmx_continuous_backward(
+        _DTYPE_CODES[x.dtype], above.data_ptr(), last.data_ptr(),
+        None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), rows, n, path.data_ptr(),
+        _threads(x),
+    )
+    return grad_x, sums.sum().to(torch.float32)

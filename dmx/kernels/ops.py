@@ -1,0 +1,177 @@
+"""The door to the fast kernels: names, arguments and results of `dmx.numerics`, equal bit for bit.
+
+Backends: `triton` (tensors on a GPU), `cpp` (tensors on the CPU), `reference` (anywhere). Which one
+runs is decided by `choose_backend` alone, from the tensor's device and a request: `set_backend`,
+else the environment variable DMX_BACKEND, else `auto`. It is said once through `logging`, and a
+backend that was asked for and is missing is an error. None of these functions is differentiable;
+`dmx.continuous_fake_quant` and `dmx.fake_quant` put autograd around them.
+
+The one difference to the reference: the offset's gradient is summed in another order (float32
+within a block or program, then wider), so it differs by float32 rounding.
+"""
+
+import importlib.util
+import logging
+import os
+import warnings
+from functools import cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dmx import numerics
+from dmx.errors import RunError
+from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_mx_format
+from dmx.kernels import cpu
+from dmx.numerics.continuous import N_PATH_PARAMETERS
+from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "reference", "cpp", "triton"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_DEVICE_OF = {"cpp": "cpu", "triton": "cuda"}
+
+_requested: str | None = None
+
+
+def set_backend(name: str | None) -> None:
+    """Ask for a backend in this process; None goes back to DMX_BACKEND.
+
+    Raises:
+        FormatError: no such backend.
+    """
+    global _requested
+    if name is not None:
+        check_choice(name, BACKENDS, "backend")
+    _requested = name
+
+
+def choose_backend(device: torch.device | str, requested: str | None = None) -> str:
+    """Backend for tensors on `device`: "reference", "cpp" or "triton".
+
+    Args:
+        requested: one of BACKENDS; None takes `set_backend`, DMX_BACKEND or "auto", in this order.
+
+    Raises:
+        FormatError: no such backend. RunError: it was asked for and cannot run here.
+    """
+    requested = requested or _requested or os.environ.get("DMX_BACKEND") or "auto"
+    return _choose(torch.device(device).type, requested)
+
+
+def actual_backend(device: torch.device | str) -> str:
+    """What runs for tensors on `device` under the present request, for the record of a run."""
+    return choose_backend(device)
+
+
+@cache
+def _choose(device_type: str, requested: str) -> str:
+    check_choice(requested, BACKENDS, "backend")
+    natural = {"cpu": "cpp", "cuda": "triton"}.get(device_type, "reference")
+    chosen = natural if requested == "auto" else requested
+    missing = _why_missing(chosen, device_type)
+    if missing and requested != "auto":
+        raise RunError(
+            f"backend={requested!r} cannot run on device {device_type!r}: {missing}. "
+            "Set DMX_BACKEND=auto, or DMX_BACKEND=reference, which runs everywhere."
+        )
+    if missing:
+        chosen = "reference"
+        warnings.warn(
+            f"Quantization on {device_type!r} runs on the slow reference backend "
+            f"(requested=auto): {missing}.",
+            stacklevel=4,
+        )
+    logger.info("backend on %s: %s (requested=%s)", device_type, chosen, requested)
+    return chosen
+
+
+def _why_missing(backend: str, device_type: str) -> str | None:
+    if _DEVICE_OF.get(backend, device_type) != device_type:
+        return f"it works on {_DEVICE_OF[backend]} tensors only"
+    if backend == "cpp" and cpu.find_compiler() is None:
+        return "no C++ compiler was found ($CXX, c++, g++, clang++); install one"
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    return None
+
+
+def _checked(
+    x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
+) -> tuple[BlockFormat, int]:
+    block_format = get_mx_format(block_format)
+    check_choice(scale_rule, SCALE_RULES, "scale_rule")
+    check_input(x)
+    return block_format, check_axis(x, axis)
+
+
+@torch.no_grad()
+def fake_quant(
+    x: Tensor,
+    block_format: str | BlockFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = "floor",
+    out: Tensor | None = None,
+) -> Tensor:
+    """Quantize and dequantize in one step; see `dmx.numerics.fake_quant`."""
+    block_format, axis = _checked(x, block_format, axis, scale_rule)
+    check_out(x, out)
+    backend = choose_backend(x.device)
+    if backend == "cpp":
+        return cpu.fake_quant(x, block_format, axis, scale_rule, out)
+    return numerics.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
+
+
+@torch.no_grad()
+def quantize(
+    x: Tensor, block_format: str | BlockFormat, *, axis: int = -1, scale_rule: ScaleRule = "floor"
+) -> MXTensor:
+    """Codes and scales; see `dmx.numerics.quantize`."""
+    block_format, axis = _checked(x, block_format, axis, scale_rule)
+    backend = choose_backend(x.device)
+    if backend == "cpp":
+        return cpu.quantize(x, block_format, axis, scale_rule)
+    return numerics.quantize(x, block_format, axis=axis, scale_rule=scale_rule)
+
+
+def _check_continuous(x: Tensor, parameters: Tensor) -> None:
+    check_input(x)
+    check_axis(x, -1)
+    if parameters.shape != (N_PATH_PARAMETERS,) or parameters.dtype != torch.float32:
+        raise ValueError(
+            f"parameters must be one row of path_parameters: ({N_PATH_PARAMETERS},) float32, got "
+            f"{tuple(parameters.shape)} {parameters.dtype}"
+        )
+    if parameters.device != x.device:
+        raise ValueError(f"parameters are on {parameters.device}, x on {x.device}")
+
+
+@torch.no_grad()
+def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
+    """The continuous quantizer along the last axis; see `dmx.numerics.continuous_fake_quant`."""
+    _check_continuous(x, parameters)
+    backend = choose_backend(x.device)
+    if backend == "cpp":
+        return cpu.continuous_fake_quant(x, parameters)
+    return numerics.continuous_fake_quant(x, parameters)
+
+
+@torch.no_grad()
+def continuous_fake_quant_backward(
+    grad: Tensor, x: Tensor, parameters: Tensor, *, needs_grad_x: bool = True
+) -> tuple[Tensor | None, Tensor]:
+    """Both gradients in one pass; see `dmx.numerics.continuous_fake_quant_backward`.
+
+    Args:
+        needs_grad_x: False skips grad_x (returned as None), as for frozen weights.
+    """
+    _check_continuous(x, parameters)
+    check_out(x, grad)
+    backend = choose_backend(x.device)
+    if backend == "cpp":
+        return cpu.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
+    grad_x, grad_offset = numerics.continuous_fake_quant_backward(grad, x, parameters)
+    return (grad_x if needs_grad_x else None), grad_offset
