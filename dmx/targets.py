@@ -1,0 +1,116 @@
+"""Which runtime holds which formats: the one table that reports, searches and exports read.
+
+A *target* is a file layout, a *loader* is a program that reads it. A layer in BF16 is simply left
+out of the quantization of any target, so `bf16` is no format that a target must hold.
+
+vLLM runs q/k/v and gate/up as one matrix product each, so every layer of such a group needs one
+format.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
+_ALL_FORMATS = frozenset({"mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"})
+
+FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Last components of sibling modules that vLLM joins to one linear layer."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """A program that reads a target's files."""
+
+    name: str
+    formats: frozenset[str]
+    """Block formats that it can read from this target; may be fewer than the target holds."""
+    needs_fused_units: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file layout that an assignment can be exported to."""
+
+    formats: frozenset[str]
+    """Block formats that the layout can hold."""
+    loaders: tuple[Loader, ...]
+    needs_fused_units: bool = False
+    """True: the export refuses an assignment with a split fused group, whatever loads it."""
+
+
+TARGETS: dict[str, Target] = {
+    "assignment.json": Target(_ALL_FORMATS, (Loader("dmx", _ALL_FORMATS),)),
+    "compressed_tensors, profile vllm": Target(
+        _VLLM_FORMATS,
+        (Loader("transformers", _VLLM_FORMATS), Loader("vLLM", _VLLM_FORMATS, True)),
+        needs_fused_units=True,
+    ),
+    "compressed_tensors, profile transformers": Target(
+        _VLLM_FORMATS | {"mxfp6_e2m3"},
+        (Loader("transformers", _VLLM_FORMATS | {"mxfp6_e2m3"}),),
+    ),
+    "quark": Target(
+        _ALL_FORMATS - {"mxfp8_e5m2"},
+        (
+            Loader("vLLM", _ALL_FORMATS - {"mxfp8_e5m2"}, True),
+            Loader("transformers + amd-quark", _ALL_FORMATS - {"mxfp8_e5m2", "mxfp8_e4m3"}),
+        ),
+    ),
+    "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),
+}
+"""Target name -> what it holds and who loads it (compressed-tensors >= 0.20 for MXFP6)."""
+
+
+def split_groups(formats: Mapping[str, str]) -> list[str]:
+    """Fused groups whose layers differ in format, as `parent.{q_proj,k_proj,v_proj}`, in layer
+    order.
+
+    Args:
+        formats: layer name -> block format name.
+    """
+    split: dict[str, None] = {}
+    for layer in formats:
+        parent, _, leaf = layer.rpartition(".")
+        for group in FUSED_GROUPS:
+            if leaf in group:
+                found = {formats.get(f"{parent}.{name}", formats[layer]) for name in group}
+                if len(found) > 1:
+                    split[f"{parent}.{{{','.join(group)}}}"] = None
+    return list(split)
+
+
+def obstacles(formats: Mapping[str, str], target: Target, loader: Loader) -> list[str]:
+    """Why `loader` cannot read this assignment from `target`; empty when it can.
+
+    Args:
+        formats: layer name -> block format name, of a whole assignment.
+    """
+    used = set(formats.values()) - {"bf16"}
+    reasons = []
+    if missing := sorted(used - target.formats):
+        reasons.append(f"the layout does not hold {_join(missing)}")
+    if unread := sorted((used & target.formats) - loader.formats):
+        reasons.append(f"{loader.name} does not read {_join(unread)} from it")
+    if (target.needs_fused_units or loader.needs_fused_units) and (split := split_groups(formats)):
+        reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
+    return reasons
+
+
+def _join(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+@dataclass(frozen=True)
+class SearchTarget:
+    """What `search.target` restricts a search to, so that nobody finds out at export."""
+
+    formats: frozenset[str]
+    needs_fused_units: bool
+
+
+SEARCH_TARGETS = {
+    "vllm": SearchTarget(_VLLM_FORMATS, True),
+    "vllm_quark": SearchTarget(_ALL_FORMATS - {"mxfp8_e5m2"}, True),
+    "transformers": SearchTarget(_VLLM_FORMATS | {"mxfp6_e2m3"}, False),
+}
+"""search.target -> candidates that the runtime loads; `any` restricts nothing."""

@@ -1,0 +1,244 @@
+"""Result rows of a record -> groups over seeds, paired differences, the verdict. Numbers only.
+
+    difference = mean over windows of (nll_w - nll_w of the reference)            nats/token
+    stderr     = sample standard deviation of that difference / sqrt(windows)
+
+Both searches are measured on the same windows, so most of the variance over windows cancels in the
+pair. With several seeds, each window is averaged over the seeds first, and the seeds' own scatter
+is added when it is decided whether a difference is more than noise.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+
+SIGNIFICANT = 2.0
+"""A difference counts when it exceeds this many standard errors (about 95 %)."""
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One metric over the rows of a group."""
+
+    mean: float | None
+    spread: float | None
+    """Sample standard deviation over rows; None for fewer than two rows."""
+    count: int
+    reason: str
+    """Why the metric, or some rows of it, is missing; empty when complete."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that differ in seed alone."""
+
+    label: str
+    search: str | None
+    budget: tuple[float, str] | None
+    """(limit, unit)."""
+    operands: str | None
+    """"W" or "W+A" where the record says it."""
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} ({self.operands})" if self.operands else self.label
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {budget_text(self.budget)}" if self.budget else self.name
+
+    def statistic(self, metric: str) -> Statistic:
+        """Mean and spread of a row's metric; rows without it count into the reason."""
+        values = [float(row[metric]) for row in self.rows if row.get(metric) is not None]
+        reason = "; ".join(
+            dict.fromkeys(
+                str(row.get(f"{metric}_reason") or "not in the record")
+                for row in self.rows
+                if row.get(metric) is None
+            )
+        )
+        if not values:
+            return Statistic(None, None, 0, reason)
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+        return Statistic(float(np.mean(values)), spread, len(values), reason)
+
+    def window_nll(self) -> np.ndarray | None:
+        """(windows,) float64 nats/token, mean over the rows; None when a row lacks it or lengths
+        differ."""
+        lists = [row.get("window_nll") for row in self.rows]
+        if any(not values for values in lists) or len({len(v) for v in lists if v}) != 1:
+            return None
+        return np.asarray(lists, dtype=np.float64).mean(axis=0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """nll of one group minus nll of its reference, in nats/token; negative is better."""
+
+    mean: float | None
+    stderr: float | None
+    """Paired, over windows; None for a single window."""
+    windows: int
+    reference: str
+    reason: str
+    noise: float | None = None
+    """stderr with the scatter over seeds added; what a claim is tested against."""
+
+    @property
+    def is_clear(self) -> bool:
+        """More than `SIGNIFICANT` standard errors from zero."""
+        known = self.mean is not None and self.noise is not None
+        return known and abs(self.mean or 0.0) > SIGNIFICANT * (self.noise or 0.0)
+
+
+def budget_text(budget: tuple[float, str] | None) -> str:
+    return f"{budget[0]:g} {budget[1]}" if budget else "no budget"
+
+
+def group_rows(results: Iterable[Row]) -> list[Group]:
+    """Rows by label, budget and operands, in order of first appearance."""
+    grouped: dict[Group, list[Row]] = {}
+    for row in results:
+        budget = row.get("budget")
+        key = Group(
+            row["label"],
+            row.get("search"),
+            (float(budget["limit"]), str(budget["unit"])) if budget else None,
+            row.get("operands"),
+            rows=(),
+        )
+        grouped.setdefault(key, []).append(row)
+    return [replace(key, rows=tuple(rows)) for key, rows in grouped.items()]
+
+
+def bits_unit(groups: Iterable[Group]) -> str:
+    """The unit that most budgets name; element_bits without any budget."""
+    units = Counter(group.budget[1] for group in groups if group.budget)
+    return units.most_common(1)[0][0] if units else "element_bits"
+
+
+def paired_difference(group: Group, reference: Group) -> Difference:
+    """Paired difference of nll over windows (module docstring)."""
+    ours, theirs = group.window_nll(), reference.window_nll()
+    if ours is None or theirs is None:
+        lacking = group if ours is None else reference
+        return Difference(
+            None, None, 0, reference.title, f"no common window_nll for {lacking.title}"
+        )
+    if len(ours) != len(theirs):
+        reason = f"measured on {len(ours)} and {len(theirs)} windows"
+        return Difference(None, None, 0, reference.title, reason)
+    delta = ours - theirs
+    if len(delta) < 2:
+        reason = "one window gives no standard error"
+        return Difference(float(delta[0]), None, 1, reference.title, reason)
+    stderr = float(delta.std(ddof=1) / math.sqrt(len(delta)))
+    noise = math.sqrt(stderr**2 + _seed_variance(group) + _seed_variance(reference))
+    return Difference(float(delta.mean()), stderr, len(delta), reference.title, "", noise)
+
+
+def _seed_variance(group: Group) -> float:
+    """Variance of the group's mean nll over its seeds; 0 for one seed, which shows no scatter."""
+    spread = group.statistic("nll").spread
+    return spread**2 / len(group.rows) if spread is not None else 0.0
+
+
+def reference_of(group: Group, groups: Sequence[Group], search: str = "kl") -> Group | str:
+    """The group of `search` that `group` is compared with, or the reason why there is none.
+
+    Same operands and same budget; a group without a budget takes the only one there is.
+    """
+    candidates = [g for g in groups if g.search == search and g.operands == group.operands]
+    if group.budget:
+        candidates = [g for g in candidates if g.budget == group.budget]
+    if not candidates:
+        return f"no {search} result at the same budget"
+    if len(candidates) > 1:
+        return f"several {search} results, none of them at this row's budget"
+    return candidates[0]
+
+
+def difference_to(group: Group, groups: Sequence[Group], search: str = "kl") -> Difference:
+    reference = reference_of(group, groups, search)
+    if isinstance(reference, str):
+        return Difference(None, None, 0, search, reference)
+    if reference is group:
+        return Difference(None, None, 0, search, "the reference itself")
+    return paired_difference(group, reference)
+
+
+def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
+    """One verdict per dMX group that has a `kl` result at its budget.
+
+    Returns:
+        dicts with `text`, `difference_nats`, `stderr_nats` (paired, over windows), `beats`
+        (True only beyond two standard errors), `budget`, `against`.
+    """
+    groups = group_rows(results)
+    found = []
+    for group in groups:
+        reference = reference_of(group, groups)
+        if group.search != "differentiable" or isinstance(reference, str):
+            continue
+        difference = paired_difference(group, reference)
+        found.append(
+            {
+                "text": _verdict_text(group, reference, difference),
+                "difference_nats": difference.mean,
+                "stderr_nats": difference.stderr,
+                "beats": bool(difference.is_clear and (difference.mean or 0.0) < 0),
+                "budget": dict(zip(("limit", "unit"), group.budget, strict=True))
+                if group.budget
+                else None,
+                "against": reference.label,
+            }
+        )
+    return found
+
+
+def _verdict_text(group: Group, reference: Group, difference: Difference) -> str:
+    name = "dMX" if group.name == "dmx" else group.name
+    where = f" at {budget_text(group.budget)}" if group.budget else ""
+    ours, theirs = group.statistic("perplexity"), reference.statistic("perplexity")
+    against = f"perplexity {spread_text(ours)} against {spread_text(theirs)}"
+    if difference.mean is None or difference.stderr is None:
+        claim = f"{name} and {reference.name}{where} cannot be compared"
+        return f"{claim}: {difference.reason}; {against}."
+    amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token"
+    direction = "lower" if difference.mean < 0 else "higher"
+    if not difference.is_clear:
+        claim = f"{name} and {reference.name} cannot be told apart{where}"
+    elif difference.mean < 0:
+        claim = f"{name} beats {reference.name}{where}"
+    else:
+        claim = f"{name} does not beat {reference.name}{where}"
+    seeds = min(len(group.rows), len(reference.rows))
+    sample = f"{difference.windows} windows, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+    return f"{claim}: loss {amount} {direction} (paired over {sample}), {against}."
+
+
+def number_text(value: float, digits: int = 4) -> str:
+    """`digits` significant digits, thousands separated; inf and nan by name."""
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".")
+
+
+def spread_text(statistic: Statistic, digits: int = 4) -> str:
+    """`mean`, or `mean ± spread` when there are several rows; – when there are none."""
+    if statistic.mean is None:
+        return "–"
+    if statistic.spread is None:
+        return number_text(statistic.mean, digits)
+    mean = number_text(statistic.mean, digits)
+    decimals = len(mean.partition(".")[2])
+    return f"{mean} ± {statistic.spread:.{decimals}f}"
