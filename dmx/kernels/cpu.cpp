@@ -8,7 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -61,7 +61,21 @@ struct BFloat16 {
 struct Float16 {
   using Storage = uint16_t;
   static constexpr Storage kNan = 0x7e00u;
-#if defined(__F16C__)
+#if defined(__AVX512F__)
+  static void load(const Storage* from, uint32_t* bits) {
+    for (int i = 0; i < kBlock; i += 16) {
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+      _mm512_storeu_ps(bits + i, _mm512_cvtph_ps(half));
+    }
+  }
+  static void store(const uint32_t* bits, Storage* to) {
+    for (int i = 0; i < kBlock; i += 16) {
+      const __m512 wide = _mm512_loadu_ps(bits + i);
+      const __m256i half = _mm512_cvtps_ph(wide, _MM_FROUND_TO_NEAREST_INT);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), half);
+    }
+  }
+#elif defined(__F16C__)
   static void load(const Storage* from, uint32_t* bits) {
     for (int i = 0; i < kBlock; i += 8) {
       const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
@@ -306,9 +320,10 @@ void continuous(const void* x, void* out, int64_t rows, int64_t n, const Path& p
   });
 }
 
-// grad_x may be null: then only the sums are wanted. sums[chunk] receives sum(grad * dy/db).
+// grad_x may be null: then only the sums are wanted. sums[chunk][i] receives the sum of
+// grad * dy/db over the values that stand at place i of the chunk's blocks.
 template <class T>
-void continuous_backward(const void* grad, const void* x, void* grad_x, double* sums, int64_t rows,
+void continuous_backward(const void* grad, const void* x, void* grad_x, float* sums, int64_t rows,
                          int64_t n, const Path& path, int threads) {
   using Storage = typename T::Storage;
   const Storage* from = static_cast<const Storage*>(x);
@@ -325,31 +340,31 @@ void continuous_backward(const void* grad, const void* x, void* grad_x, double* 
     }
     const uint32_t amax = largest_magnitude(bits);
     float products[kBlock];
-    Storage kept[kBlock];
-    std::memcpy(kept, above + offset, count * sizeof(Storage));
     if (amax >= kInf) {
       for (int i = 0; i < kBlock; ++i) products[i] = float_of(grad_bits[i]) * 0.0f;
-      std::memset(kept, 0, sizeof kept);
+      std::memset(grad_bits, 0, sizeof grad_bits);
     } else {
       const Level level = level_of(amax, path);
       for (int i = 0; i < kBlock; ++i) {
         const float magnitude = float_of(bits[i] & kMagnitude) * level.inverse;
         const Rounded r = round_continuous(magnitude, path, level);
-        const bool clamped = r.value > level.top;
         const float dlog = r.is_low ? level.dlog_low : path.dlog_step;
-        // The reference computes rne(r) - r with both signs flipped by the sign of x.
         const float inside = (r.ratio - r.rounded) * (r.step * dlog);
-        const float slope = (clamped ? level.dtop : inside) * level.scale;
+        const float slope = (r.value > level.top ? level.dtop : inside) * level.scale;
         products[i] = float_of(grad_bits[i] ^ (bits[i] & kSign)) * slope;
-        kept[i] = clamped ? Storage(0) : kept[i];
+        grad_bits[i] = r.value > level.top ? 0u : grad_bits[i];
       }
     }
-    if (to) std::memcpy(to + offset, kept, count * sizeof(Storage));
-    float lanes[8] = {};
-    for (int i = 0; i < kBlock; ++i) lanes[i % 8] += products[i];
-    double sum = 0;
-    for (int i = 0; i < 8; ++i) sum += lanes[i];
-    sums[chunk] += sum;
+    for (int i = 0; i < kBlock; ++i) sums[chunk * kBlock + i] += products[i];
+    if (!to) return;
+    // The gradient came in this dtype, so storing it is exact, NaN included.
+    if (count == kBlock) {
+      T::store(grad_bits, to + offset);
+    } else {
+      Storage last[kBlock];
+      T::store(grad_bits, last);
+      std::memcpy(to + offset, last, count * sizeof(Storage));
+    }
   });
 }
 
@@ -381,10 +396,10 @@ void dmx_continuous(int dtype, const void* x, void* out, int64_t rows, int64_t n
   DMX_DISPATCH(dtype, continuous, x, out, rows, n, *path, threads)
 }
 
-// `sums` holds ceil(blocks / 256) zeros; their total is the gradient by the offset.
+// `sums` holds 32 zeros for each 256 blocks; their total is the gradient by the offset.
 void dmx_continuous_backward(int dtype, const void* grad, const void* x, void* grad_x, void* sums,
                              int64_t rows, int64_t n, const Path* path, int threads) {
-  DMX_DISPATCH(dtype, continuous_backward, grad, x, grad_x, static_cast<double*>(sums), rows, n,
+  DMX_DISPATCH(dtype, continuous_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n,
                *path, threads)
 }
 

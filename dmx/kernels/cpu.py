@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 # Contraction into fused multiply-adds would change bits.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
 BLOCKS_PER_SUM = 256
-"""Blocks behind one partial sum of the offset's gradient; kChunk in cpu.cpp."""
+"""Blocks behind one row of partial sums of the offset's gradient; kChunk in cpu.cpp."""
 MIN_ELEMENTS_PER_THREAD = 16384
 """Below this, waking a thread costs more than it saves."""
 
@@ -201,17 +201,17 @@ def continuous_fake_quant_backward(
 ) -> tuple[Tensor | None, Tensor]:
     """See `dmx.numerics.continuous_fake_quant_backward`; arguments are checked by the door.
 
-    Sums in float32 within a block and in float64 beyond, in an order that does not depend on the
+    Sums at most 256 values in float32 and the rest in float64, in an order that does not depend on the
     number of threads.
     """
     last, above, path = x.contiguous(), grad.contiguous(), _path(parameters)
     rows, n = _rows(last)
     blocks = rows * -(-n // BLOCK_SIZE)
-    sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), dtype=torch.float64)
+    sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
     grad_x = torch.empty_like(last) if needs_grad_x else None
     load_library().dmx_continuous_backward(
         _DTYPE_CODES[x.dtype], above.data_ptr(), last.data_ptr(),
         None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), rows, n, path.data_ptr(),
         _threads(x),
     )
-    return grad_x, sums.sum().to(torch.float32)
+    return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)
