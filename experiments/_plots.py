@@ -140,7 +140,7 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
             _, xs, ys, dx, dy = zip(*rows, strict=True)
             if key == "uniform":
                 axes.plot(xs, ys, color=_QUIET, linewidth=1.2, marker="o", markersize=4, zorder=2)
-                for group, px, py, *_ in rows:
+                for group, px, py, *_ in () if zoom else rows:  # names would fall outside
                     name = group.label.removeprefix("uniform ")
                     last = len(rows) > 1 and px == xs[-1]
                     axes.annotate(
@@ -181,8 +181,9 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
 
 def _frame(axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
     """Limits around the searches, with room for the labels at the right of the last mark."""
-    width = max(max(x) - min(x), 0.5)
-    axes.set_xlim(min(x) - 0.15 * width, max(x) + 0.55 * width)
+    width = max(max(x) - min(x), 0.6)
+    middle = (max(x) + min(x)) / 2
+    axes.set_xlim(middle - 0.65 * width, middle + 1.0 * width)
     if axes.get_yscale() == "log":
         axes.set_ylim(min(y) / 1.15, max(y) * 1.15)
     else:
@@ -258,7 +259,7 @@ def bits_over_steps(history: Series, budget: tuple[float, str] | None) -> Figure
         _steps_axis(axes)
         second = axes.twinx()
         handles += second.plot(
-            step, history["temperature"], color=_QUIET, linewidth=1.1, linestyle=(0, (1, 1.5)),
+            step, history["temperature"], color=_QUIET, linewidth=1.5, linestyle=(0, (1, 1.2)),
             label="temperature",
         )  # fmt: skip
         positive = history["temperature"][np.isfinite(history["temperature"])]

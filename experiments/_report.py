@@ -286,7 +286,7 @@ COLUMNS = (
         "model bits\n/element",
     ),
     Column("search", "time", _metric("search_seconds", _seconds), "search"),
-    Column("evaluation", "time", _metric("eval_seconds", _seconds), None),
+    Column("eval", "time", _metric("eval_seconds", _seconds), None),
 )
 
 
@@ -725,7 +725,7 @@ def _environment(record: Record) -> Html:
         bytes_text(peak) if peak is not None else record.get("peak_memory_bytes_reason")
     )
     seeds = sorted({row["seed"] for row in record["results"] if row.get("seed") is not None})
-    pairs["seed"] = seeds if seeds else record.get("seed")
+    pairs["seed"] = seeds if len(seeds) > 1 else record.get("seed")
     for key in ("device", "model", "data", "versions"):
         pairs |= flatten(record.get(key) or {}, key)
     rows = (
