@@ -1,0 +1,161 @@
+"""Which format an operand, or each of its blocks, is good enough in. Pure: no modules, no state.
+
+tensor            first format of the ladder whose error is below its threshold, else BF16
+block_two_way     E4M3 if its summed relative error is below E5M2's, else BF16
+block_three_way   as two-way, but instead of BF16 take E5M2 if amax / smallest non-zero magnitude
+                  of the block is at most 57344 / 2**-14, E5M2's normal range
+
+The whole operand is the group of the GAM scale. An operand, or block, with any NaN or Inf goes to
+BF16. A block without non-zero values is E4M3. Nothing here waits for the device.
+
+Source: MoR, arXiv 2512.22804. Errors are accumulated in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mor._base import E5M2, check_input
+from mor.config import BF16_INDEX, ELEMENTS, FORMATS, Metric, MorConfig
+from mor.partition import WITHIN_BLOCK, from_blocks, parse_partition, spread, to_blocks, to_matrix
+from mor.scaling import amax_to_gam_scale, block_amax, gam_fake_quant
+
+E4M3_INDEX, E5M2_INDEX = FORMATS.index("e4m3"), FORMATS.index("e5m2")
+E5M2_RANGE = E5M2.max_normal / E5M2.min_normal
+_LARGEST_BF16_IN_FP16 = 65280.0
+
+
+@dataclass(frozen=True)
+class MorTensor:
+    """What MoR made of an operand.
+
+    values: shape and dtype of x. decision: uint8 index into `mor.FORMATS`; 0-d for policy tensor,
+    the block grid else. relative_error: 0-d float32, of the first format tried, on the whole
+    operand; inf if it is not finite. errors: (n_fp8_formats,) float64, the config's metric in the
+    order of the ladder (block policies: relative errors of E4M3 and E5M2).
+    """
+
+    values: Tensor
+    decision: Tensor
+    relative_error: Tensor
+    errors: Tensor
+
+
+def round_to_bf16(x: Tensor) -> Tensor:
+    """Nearest BF16 value in the dtype of x; fp16 stops at 65280, since 65536 is no fp16 number."""
+    rounded = x.to(torch.bfloat16).to(x.dtype)
+    if x.dtype == torch.float16:
+        limit = torch.full_like(rounded, _LARGEST_BF16_IN_FP16).copysign(x)
+        rounded = torch.where(rounded.isinf() & x.isfinite(), limit, rounded)
+    return rounded
+
+
+def relative_error_sums(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of |x-y|/|x| over the non-zero x of each block (float64), and how many (int64).
+
+    Args:
+        x, y: float32 block views.
+    """
+    nonzero = x != 0
+    error = torch.where(nonzero, (x - y).abs() / x.abs(), 0.0)
+    return error.sum(WITHIN_BLOCK, dtype=torch.float64), nonzero.sum(WITHIN_BLOCK)
+
+
+def mean_relative_error(sums: Tensor, counts: Tensor) -> Tensor:
+    """Mean over all blocks, 0-d float64; 0 if nothing is non-zero, inf if it is not a number."""
+    mean = sums.sum() / counts.sum().clamp(min=1)
+    return torch.where(mean.isnan(), torch.inf, mean)
+
+
+def metric_error(x: Tensor, y: Tensor, metric: Metric) -> Tensor:
+    """Error of one try, 0-d float64, smaller is better; inf where x is not finite.
+
+    sqnr is returned as minus the decibels, so that every metric accepts below its threshold.
+    """
+    if metric == "relative_error":
+        return mean_relative_error(*relative_error_sums(x, y))
+    if metric == "underflow":
+        nonzero = x != 0
+        error = (nonzero & (y == 0)).sum().double() / nonzero.sum().clamp(min=1)
+    else:
+        signal, noise = x.double().square().sum(), (x - y).double().square().sum()
+        error = torch.where(noise == 0, -torch.inf, 10 * torch.log10(noise / signal))
+    return torch.where(x.isfinite().all(), error, torch.inf)
+
+
+def signed_threshold(config: MorConfig, name: str) -> float:
+    """Threshold in the sense of `metric_error`."""
+    threshold = config.threshold_of(name)
+    return -threshold if config.metric == "sqnr" else threshold
+
+
+def quantize(x: Tensor, config: MorConfig) -> MorTensor:
+    """Decide on x and apply the decision; without autograd.
+
+    Args:
+        x: fp32, bf16 or fp16, any shape, also empty or non-contiguous.
+
+    Raises:
+        TypeError: another dtype.
+    """
+    check_input(x)
+    x = x.detach()
+    return _quantize_tensor(x, config) if config.policy == "tensor" else _quantize_blocks(x, config)
+
+
+def _quantize_tensor(x: Tensor, config: MorConfig) -> MorTensor:
+    shape = parse_partition(config.partition)
+    blocks = to_blocks(to_matrix(x).float(), shape)
+    amax = block_amax(blocks)
+    tries = {}
+    for name in config.fp8_formats:
+        y = gam_fake_quant(blocks, amax_to_gam_scale(amax, ELEMENTS[name]), ELEMENTS[name])
+        tries[name] = y, metric_error(blocks, y, config.metric)
+    values = round_to_bf16(x)
+    rounded = to_blocks(to_matrix(values).float(), shape)
+    first = tries[config.formats[0]][0] if tries else rounded
+    decision = torch.full((), BF16_INDEX, dtype=torch.uint8, device=x.device)
+    # From the end of the ladder to its start: the earliest format that is accepted wins.
+    for name, (y, error) in reversed(tries.items()):
+        accepted = error < signed_threshold(config, name)
+        values = torch.where(accepted, from_blocks(y, x).to(x.dtype), values)
+        decision = torch.where(accepted, FORMATS.index(name), decision).to(torch.uint8)
+    errors = [error for _, error in tries.values()]
+    relative_error = mean_relative_error(*relative_error_sums(blocks, first))
+    return MorTensor(
+        values,
+        decision,
+        relative_error.float(),
+        torch.stack(errors) if errors else relative_error.new_zeros(0),
+    )
+
+
+def _quantize_blocks(x: Tensor, config: MorConfig) -> MorTensor:
+    shape = parse_partition(config.partition)
+    blocks = to_blocks(to_matrix(x).float(), shape)
+    amax = block_amax(blocks)
+    values_e4m3, values_e5m2 = (
+        gam_fake_quant(blocks, amax_to_gam_scale(amax, element), element)
+        for element in ELEMENTS.values()
+    )
+    error_e4m3, counts = relative_error_sums(blocks, values_e4m3)
+    error_e5m2, _ = relative_error_sums(blocks, values_e5m2)
+    decision = torch.full(amax.shape, BF16_INDEX, dtype=torch.uint8, device=x.device)
+    if config.policy == "block_three_way":
+        magnitude = blocks.abs()
+        nonzero = torch.where(magnitude > 0, magnitude, torch.inf)
+        smallest = nonzero.amin(WITHIN_BLOCK) if blocks.numel() else amax
+        # In float64 the product is exact.
+        in_range = amax.double() <= E5M2_RANGE * smallest.double()
+        decision = torch.where(in_range, E5M2_INDEX, decision)
+    decision = torch.where((error_e4m3 < error_e5m2) | (counts == 0), E4M3_INDEX, decision)
+    decision = torch.where(amax.isfinite(), decision, BF16_INDEX).to(torch.uint8)
+    wide = spread(decision)
+    rounded = to_blocks(to_matrix(round_to_bf16(x)).float(), shape)
+    values = torch.where(wide == E4M3_INDEX, values_e4m3, rounded)
+    values = torch.where(wide == E5M2_INDEX, values_e5m2, values)
+    errors = [mean_relative_error(e, counts) for e in (error_e4m3, error_e5m2)]
+    return MorTensor(
+        from_blocks(values, x).to(x.dtype), decision, errors[0].float(), torch.stack(errors)
+    )
