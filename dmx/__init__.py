@@ -1,0 +1,27 @@
+"""A learned MXFP format for every layer of a language model, under a bit budget."""
+
+from dmx.assignment import Assignment
+from dmx.budget import Budget
+from dmx.evaluate.divergence import kl_divergence
+from dmx.evaluate.perplexity import perplexity
+from dmx.layers import apply, restore
+from dmx.numerics.mx import quantize
+from dmx.quantizers import continuous_fake_quant, fake_quant
+from dmx.searching import SearchConfig, SearchResult, search
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Assignment",
+    "Budget",
+    "SearchConfig",
+    "SearchResult",
+    "apply",
+    "continuous_fake_quant",
+    "fake_quant",
+    "kl_divergence",
+    "perplexity",
+    "quantize",
+    "restore",
+    "search",
+]

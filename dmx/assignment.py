@@ -1,0 +1,223 @@
+"""The discrete answer: a format for every quantized layer, with what it needs to be trusted.
+
+The file is JSON, schema `dmx.assignment/1`. It carries layer names, formats and shapes, the model
+it belongs to, the bits, and how it was found. A file whose bits do not follow from its formats,
+or whose names do not fit the model, is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from dmx.budget import Budget, SearchSpace, linear_layers
+from dmx.errors import AssignmentError, FormatError
+from dmx.files import write_json
+from dmx.formats import (
+    BIT_UNITS,
+    SCALE_RULES,
+    BlockFormat,
+    ScaleRule,
+    get_block_format,
+    get_mx_format,
+)
+from dmx.models import architecture_sha256
+
+SCHEMA = "dmx.assignment/1"
+_FIELDS = (
+    "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rule",
+    "transform", "rounding", "bits", "budget", "search",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """layer name -> block format. See `Assignment.load`, `.save`, `.check`."""
+
+    model: Mapping[str, Any]
+    """id, revision, architecture_sha256"""
+    formats: Mapping[str, str]
+    """layer name -> canonical format name; MX formats, or bf16."""
+    shapes: Mapping[str, tuple[int, int]]
+    """layer name -> (out_features, in_features)"""
+    bits: Mapping[str, float]
+    """element_bits, bits_per_element (averages of the quantized layers),
+    whole_model_bits_per_element"""
+    unquantized: tuple[str, ...] = ()
+    units: str = "fused"
+    scale_rule: ScaleRule = "floor"
+    input_formats: Mapping[str, str] | None = None
+    """None: as `formats`."""
+    transform: Mapping[str, Any] | None = None
+    rounding: Mapping[str, Any] | None = None
+    budget: Mapping[str, Any] | None = None
+    search: Mapping[str, Any] = field(default_factory=dict)
+
+    def block_format(self, layer: str) -> BlockFormat:
+        return get_block_format(self.formats[layer])
+
+    def input_format(self, layer: str) -> BlockFormat:
+        return get_block_format((self.input_formats or self.formats)[layer])
+
+    def save(self, path: str | Path) -> Path:
+        """Write the JSON file, whole or not at all."""
+        body = {k: v for k, v in asdict(self).items()}
+        body["shapes"] = {k: list(v) for k, v in self.shapes.items()}
+        body["unquantized"] = list(self.unquantized)
+        return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in _FIELDS}})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Assignment":
+        """Read and check a file.
+
+        Raises:
+            AssignmentError: missing, damaged, of another schema, or inconsistent in itself.
+        """
+        path = Path(path)
+        try:
+            body = json.loads(path.read_text())
+        except OSError as error:
+            raise AssignmentError(
+                f"assignment={path}: cannot be read ({error.strerror}). Give the path of an "
+                "assignment.json that a search wrote."
+            ) from error
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise AssignmentError(
+                f"assignment={path}: is no JSON file ({error}). It is damaged: search again, or "
+                "copy it again from where it came."
+            ) from error
+        return cls.from_dict(body, str(path))
+
+    @classmethod
+    def from_dict(cls, body: Any, source: str = "assignment") -> "Assignment":
+        def refuse(why: str) -> AssignmentError:
+            return AssignmentError(
+                f"{source}: {why}. The file is damaged or edited; search again, or copy it again."
+            )
+
+        if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+            found = body.get("schema") if isinstance(body, dict) else type(body).__name__
+            raise AssignmentError(
+                f"{source}: schema {found!r}, expected {SCHEMA!r}. Only files of this project's "
+                "searches are read here."
+            )
+        missing = [k for k in _FIELDS if k not in body]
+        unknown = sorted(set(body) - {*_FIELDS, "schema"})
+        if missing or unknown:
+            raise refuse(f"missing keys {missing}, unknown keys {unknown}")
+        formats, shapes = body["formats"], body["shapes"]
+        if not isinstance(formats, dict) or not formats or not isinstance(shapes, dict):
+            raise refuse("formats and shapes must be non-empty objects")
+        if set(formats) != set(shapes):
+            raise refuse(f"formats and shapes name other layers: {sorted(set(formats) ^ set(shapes))[:3]}")
+        inputs = body["input_formats"]
+        if inputs is not None and (not isinstance(inputs, dict) or set(inputs) != set(formats)):
+            raise refuse("input_formats must be null or name the layers of formats")
+        if body["scale_rule"] not in SCALE_RULES:
+            raise refuse(f"scale_rule {body['scale_rule']!r}, allowed: {', '.join(SCALE_RULES)}")
+        for layer, shape in shapes.items():
+            valid = isinstance(shape, list) and len(shape) == 2
+            if not valid or not all(type(n) is int and n > 0 for n in shape):
+                raise refuse(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
+        try:
+            names = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
+            if inputs is not None:
+                inputs = {k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+        except (FormatError, TypeError) as error:
+            raise AssignmentError(str(error)) from error
+        assignment = cls(
+            **{k: body[k] for k in _FIELDS}
+            | {
+                "formats": names,
+                "input_formats": inputs,
+                "shapes": {k: (v[0], v[1]) for k, v in shapes.items()},
+                "unquantized": tuple(body["unquantized"]),
+            }
+        )
+        if not isinstance(body["bits"], dict):
+            raise refuse("bits must be an object")
+        for unit, value in assignment.average_bits().items():
+            stated = body["bits"].get(unit)
+            # Shared weights count once, which shapes alone cannot tell: hence a tolerance of bits,
+            # not of rounding, when an average by elements is compared.
+            if not isinstance(stated, int | float) or not 0 < stated <= 16:
+                raise refuse(f"bits.{unit} is {stated!r}")
+            exact = assignment.search.get("weighting", "elements") == "elements"
+            if exact and not assignment.search.get("shared_weights") and abs(stated - value) > 1e-6:
+                raise refuse(f"bits.{unit} says {stated}, its formats give {value:.6f}")
+        return assignment
+
+    def average_bits(self) -> dict[str, float]:
+        """Average bits by weight elements in both units, from formats and shapes alone."""
+        mx = {k: f for k in self.formats if (f := self.block_format(k)).element is not None}
+        sizes = np.array([self.shapes[k][0] * self.shapes[k][1] for k in mx], dtype=np.float64)
+        if not len(sizes):
+            return {}
+        return {
+            unit: float(sizes @ np.array([f.bits(unit) for f in mx.values()]) / sizes.sum())
+            for unit in BIT_UNITS
+        }
+
+    def check(self, model: nn.Module) -> None:
+        """Raise AssignmentError unless every layer exists in the model with its shape."""
+        linears = linear_layers(model)
+        for layer, shape in self.shapes.items():
+            if layer not in linears:
+                raise AssignmentError(
+                    f"the assignment is for another model: layer {layer} does not exist in "
+                    f"{type(model).__name__} (it has {len(linears)} linear layers, the assignment "
+                    f"was made for {self.model.get('id')!r} and names {len(self.shapes)}). "
+                    "Load that model, or search this one."
+                )
+            found = (linears[layer].out_features, linears[layer].in_features)
+            if found != tuple(shape):
+                raise AssignmentError(
+                    f"the assignment is for another model: {layer} is {tuple(shape)} there and "
+                    f"{found} here (made for {self.model.get('id')!r}). Load that model, or search "
+                    "this one."
+                )
+
+
+def make_assignment(
+    space: SearchSpace,
+    choice: np.ndarray,
+    model: nn.Module,
+    *,
+    scale_rule: ScaleRule = "floor",
+    budget: Budget | None = None,
+    search: Mapping[str, Any] | None = None,
+) -> Assignment:
+    """Assignment of a choice in a search space, with its bits counted."""
+    config = getattr(model, "config", None)
+    formats = space.layer_formats(choice)
+    quantized_bits = sum(
+        unit.elements * space.formats[int(i)].bits_per_element
+        for unit, i in zip(space.units, choice, strict=True)
+    ) + sum(n * space.fixed[name].bits_per_element for name, n in space.fixed_elements.items())
+    quantized = sum(u.elements for u in space.units) + sum(space.fixed_elements.values())
+    rest = space.model_elements - quantized
+    counted = sum(out * into for out, into in space.shapes.values())
+    bits = {unit: space.average(choice, unit) for unit in BIT_UNITS}
+    bits["whole_model_bits_per_element"] = (quantized_bits + 16 * rest) / space.model_elements
+    extra: dict[str, Any] = {"weighting": space.weighting}
+    if counted != quantized:
+        extra["shared_weights"] = True
+    return Assignment(
+        model={
+            "id": getattr(config, "_name_or_path", "") or type(model).__name__,
+            "revision": getattr(config, "_commit_hash", None),
+            "architecture_sha256": architecture_sha256(config) if config is not None else None,
+        },
+        formats=formats,
+        shapes=dict(space.shapes),
+        bits=bits,
+        unquantized=space.unquantized,
+        units=space.granularity,
+        scale_rule=scale_rule,
+        budget=None if budget is None else asdict(budget),
+        search={**(search or {}), **extra},
+    )

@@ -1,0 +1,342 @@
+"""Units, bits and budgets: what may be chosen, what it costs, and the projection onto a budget.
+
+A *unit* is the layers that share one choice: a fused group (q/k/v, gate/up: what vLLM can run) or
+one layer. A `SearchSpace` is the units of a model with their candidate formats, smallest first. A
+choice is an index into the candidates for each unit; its average is weighted by the weight
+elements of the quantized layers (or by layers alike). Layers in BF16, lm_head, embeddings and
+norms are outside the average; layers fixed to an MX format are inside it, as a constant.
+
+`average <= limit` holds for every projected choice, and it is maximal: no single raise of a unit
+to its next candidate with a gain > 0 still fits.
+"""
+
+import fnmatch
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from dmx.errors import BudgetError, ModelError
+from dmx.formats import (
+    BIT_UNITS,
+    BLOCK_SIZE,
+    BitUnit,
+    BlockFormat,
+    check_choice,
+    get_block_format,
+)
+from dmx.targets import FUSED_GROUPS
+
+Units = Literal["fused", "layer"]
+Weighting = Literal["elements", "layers"]
+
+@dataclass
+class Budget:
+    """Upper bound of the average bits of the quantized weights."""
+
+    limit: float
+    """> 0, in `unit`."""
+    unit: BitUnit = "element_bits"
+    """element_bits: nominal 4/6/8. bits_per_element: scales included (4.25/6.25/8.25)."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.unit, BIT_UNITS, "budget.unit")
+        number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
+        if not number or not math.isfinite(self.limit) or self.limit <= 0:
+            raise BudgetError(
+                f"budget.limit={self.limit!r} is not a number of bits. Give a finite number > 0, "
+                f"for example 5.0, with budget.unit one of {', '.join(BIT_UNITS)}."
+            )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that share one choice. `weight` is what the unit counts in the average."""
+
+    name: str
+    layers: tuple[str, ...]
+    elements: int
+    """Weight elements; a weight that several layers share counts once."""
+    weight: int
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a search may choose: units, candidate formats, and the layers it leaves alone."""
+
+    units: tuple[Unit, ...]
+    formats: tuple[BlockFormat, ...]
+    """Candidates of every unit, smallest first."""
+    granularity: Units
+    shapes: Mapping[str, tuple[int, int]]
+    """Weight shape of every quantized layer, fixed ones included."""
+    fixed: Mapping[str, BlockFormat] = field(default_factory=dict)
+    fixed_elements: Mapping[str, int] = field(default_factory=dict)
+    unquantized: tuple[str, ...] = ()
+    """Linear layers that stay in 16 bits."""
+    weighting: Weighting = "elements"
+    model_elements: int = 0
+    """Parameters of the whole model, shared ones once."""
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        return np.array([u.weight for u in self.units], dtype=np.float64)
+
+    @cached_property
+    def _fixed_weights(self) -> dict[str, int]:
+        if self.weighting == "layers":
+            return dict.fromkeys(self.fixed_elements, 1)
+        return dict(self.fixed_elements)
+
+    @cached_property
+    def total_weight(self) -> float:
+        return float(self.weights.sum() + sum(self._fixed_weights.values()))
+
+    def candidate_bits(self, unit: BitUnit) -> np.ndarray:
+        return np.array([f.bits(unit) for f in self.formats])
+
+    def fixed_bits(self, unit: BitUnit) -> float:
+        """Bits times weight of the layers with a fixed MX format."""
+        return sum(w * self.fixed[name].bits(unit) for name, w in self._fixed_weights.items())
+
+    def average(self, choice: Sequence[int] | np.ndarray, unit: BitUnit) -> float:
+        """Average bits of a choice (index of the format of each unit)."""
+        bits = self.candidate_bits(unit)[np.asarray(choice, dtype=np.int64)]
+        return float((self.weights @ bits + self.fixed_bits(unit)) / self.total_weight)
+
+    def bounds(self, unit: BitUnit) -> tuple[float, float]:
+        """Average of the cheapest and of the dearest choice."""
+        n = len(self.units)
+        top = len(self.formats) - 1
+        return self.average([0] * n, unit), self.average([top] * n, unit)
+
+    def layer_formats(self, choice: Sequence[int] | np.ndarray) -> dict[str, str]:
+        """layer name -> format name, fixed layers included, in the order of the model."""
+        chosen = {
+            layer: self.formats[int(index)].name
+            for unit, index in zip(self.units, choice, strict=True)
+            for layer in unit.layers
+        }
+        chosen |= {name: f.name for name, f in self.fixed.items()}
+        return {name: chosen[name] for name in self.shapes}
+
+    def check_budget(self, budget: Budget, *, warn: bool = True) -> None:
+        """Raise BudgetError when no choice meets it; warn when every choice does."""
+        low, high = self.bounds(budget.unit)
+        names = ", ".join(map(str, self.formats))
+        if budget.limit < low:
+            raise BudgetError(
+                f"budget.limit={budget.limit:g} {budget.unit} is below the cheapest assignment: "
+                f"{low:.4g} (all {self.formats[0]}). Reachable with [{names}]: {low:.4g} to "
+                f"{high:.4g}. Raise budget.limit or choose a family with a smaller format."
+            )
+        if warn and budget.limit >= high:
+            warnings.warn(
+                f"budget.limit={budget.limit:g} {budget.unit} is not below the dearest assignment "
+                f"({high:.4g}): every layer gets {self.formats[-1]}.",
+                stacklevel=2,
+            )
+
+
+def match_layers(patterns: Iterable[str], names: Sequence[str], setting: str) -> dict[str, str]:
+    """name -> first pattern that matches it. Globs match whole names, never substrings.
+
+    Raises:
+        ModelError: a pattern that matches no layer.
+    """
+    matched: dict[str, str] = {}
+    for pattern in patterns:
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            raise ModelError(
+                f"{setting}: pattern {pattern!r} matches none of the {len(names)} linear layers, "
+                f"for example {', '.join(names[:3])}. Globs match whole names: '*.down_proj'."
+            )
+        for hit in hits:
+            matched.setdefault(hit, pattern)
+    return matched
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None
+
+
+def _group_name(name: str) -> str:
+    parent, _, last = name.rpartition(".")
+    for group in FUSED_GROUPS:
+        if last in group:
+            return f"{parent}.{{{','.join(group)}}}"
+    return name
+
+
+def build_space(
+    model: nn.Module,
+    formats: Sequence[BlockFormat],
+    *,
+    units: Units = "fused",
+    exclude: Sequence[str] = (),
+    fixed: Mapping[str, str] | None = None,
+    include_lm_head: bool = False,
+    weighting: Weighting = "elements",
+) -> SearchSpace:
+    """Units of a model; works on a meta-device model, since it reads shapes only.
+
+    Args:
+        exclude: globs of layers that stay in BF16.
+        fixed: glob -> format of layers that are not searched; the first match counts.
+
+    Raises:
+        ModelError: nothing to search, or a pattern that matches no layer.
+        FormatError: unknown units, weighting or format.
+    """
+    check_choice(units, ("fused", "layer"), "search.units")
+    check_choice(weighting, ("elements", "layers"), "search.weighting")
+    linears = linear_layers(model)
+    names = list(linears)
+    excluded = match_layers(exclude, names, "search.exclude")
+    fixed_patterns = {k: get_block_format(v, setting="search.fixed") for k, v in (fixed or {}).items()}
+    fixed_by = match_layers(fixed_patterns, names, "search.fixed")
+    output = _output_layer(model)
+
+    searched: list[str] = []
+    fixed_formats: dict[str, BlockFormat] = {}
+    unquantized: list[str] = []
+    for name, linear in linears.items():
+        keep = name in excluded or linear.in_features % BLOCK_SIZE != 0
+        asked = fixed_patterns[fixed_by[name]] if name in fixed_by else None
+        if linear is output and not include_lm_head and asked is None:
+            keep = True
+        if keep or (asked is not None and asked.element is None):
+            unquantized.append(name)
+        elif asked is not None:
+            fixed_formats[name] = asked
+        else:
+            searched.append(name)
+    if not searched:
+        raise ModelError(
+            f"nothing to search: {len(linears)} linear layers, none of them free (in_features must "
+            f"be a multiple of {BLOCK_SIZE}; excluded: {len(excluded)}, fixed: {len(fixed_by)}). "
+            "Loosen search.exclude or search.fixed, or choose another model."
+        )
+
+    # Layers that share one weight must share one choice, and the weight counts once.
+    owner: dict[int, str] = {}
+    groups: dict[str, list[str]] = {}
+    for name in searched:
+        group = _group_name(name) if units == "fused" else name
+        group = owner.setdefault(id(linears[name].weight), group)
+        groups.setdefault(group, []).append(name)
+
+    def elements(layer_names: Sequence[str]) -> int:
+        unique = {id(linears[n].weight): linears[n].weight.numel() for n in layer_names}
+        return sum(unique.values())
+
+    built = []
+    for group, members in groups.items():
+        size = elements(members)
+        built.append(Unit(
+            name=group if len(members) > 1 else members[0],
+            layers=tuple(members),
+            elements=size,
+            weight=size if weighting == "elements" else len(members),
+        ))
+    quantized = {*searched, *fixed_formats}
+    return SearchSpace(
+        units=tuple(built),
+        formats=tuple(formats),
+        granularity=units,
+        shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in quantized},
+        fixed=fixed_formats,
+        fixed_elements={n: linears[n].weight.numel() for n in fixed_formats},
+        unquantized=tuple(unquantized),
+        weighting=weighting,
+        model_elements=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def project(
+    space: SearchSpace,
+    budget: Budget,
+    choice: Sequence[int] | np.ndarray,
+    preference: np.ndarray,
+    *,
+    gain: np.ndarray | None = None,
+) -> np.ndarray:
+    """Nearest choice within the budget that no single useful raise would leave within it.
+
+    Over budget, the step with the smallest preference is taken back; then, while there is room,
+    the step with the largest preference that still fits is taken. Ties go by unit name.
+
+    Args:
+        choice: (U,) candidate index of each unit.
+        preference: (U, F-1), how much unit u wants the step from candidate s to s+1.
+        gain: (U, F-1), estimated gain of the step; steps with gain <= 0 are not taken to fill
+            room. None: every step gains.
+
+    Returns:
+        (U,) int64.
+
+    Raises:
+        BudgetError: the budget is below the cheapest choice.
+    """
+    space.check_budget(budget, warn=False)
+    chosen = np.array(choice, dtype=np.int64)
+    top = len(space.formats) - 1
+    bits = space.candidate_bits(budget.unit)
+    # Rank breaks ties: an earlier name is raised first and lowered last.
+    rank = np.argsort(np.argsort([u.name for u in space.units], kind="stable"), kind="stable")
+    n = len(space.units)
+    index = np.arange(n)
+
+    def fits(candidate: np.ndarray) -> bool:
+        return space.average(candidate, budget.unit) <= budget.limit
+
+    while not fits(chosen):
+        raised = np.flatnonzero(chosen > 0)
+        wish = preference[raised, chosen[raised] - 1]
+        worst = raised[np.lexsort((-rank[raised], wish))[0]]
+        chosen[worst] -= 1
+
+    cost = space.weights[:, None] * np.diff(bits)[None]
+    while True:
+        open_units = index[chosen < top]
+        if gain is not None:
+            open_units = open_units[gain[open_units, chosen[open_units]] > 0]
+        # A first sieve by float arithmetic, with slack; `fits` has the last word.
+        room = budget.limit * space.total_weight - space.average(chosen, budget.unit) * space.total_weight
+        slack = 1e-9 * budget.limit * space.total_weight
+        open_units = open_units[cost[open_units, chosen[open_units]] <= room + slack]
+        order = np.lexsort((rank[open_units], -preference[open_units, chosen[open_units]]))
+        for unit in open_units[order]:
+            chosen[unit] += 1
+            if fits(chosen):
+                break
+            chosen[unit] -= 1
+        else:
+            return chosen
+
+
+def is_maximal(
+    space: SearchSpace, budget: Budget, choice: np.ndarray, *, gain: np.ndarray | None = None
+) -> bool:
+    """Whether the choice meets the budget and no single raise with a gain > 0 still does."""
+    if space.average(choice, budget.unit) > budget.limit:
+        return False
+    for unit in np.flatnonzero(np.asarray(choice) < len(space.formats) - 1):
+        if gain is not None and gain[unit, choice[unit]] <= 0:
+            continue
+        raised = np.array(choice)
+        raised[unit] += 1
+        if space.average(raised, budget.unit) <= budget.limit:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Measuring models: perplexity and divergence."""

@@ -1,0 +1,52 @@
+"""Kullback-Leibler divergence between two models' predictions on the same text."""
+
+import torch
+from torch import Tensor, nn
+
+from dmx.errors import DataError
+from dmx.evaluate.perplexity import cut_windows
+from dmx.numerics.errors import token_kl_divergence
+from dmx.searching.objective import model_logits
+
+
+@torch.inference_mode()
+def kl_divergence(
+    model: nn.Module,
+    reference_model: nn.Module,
+    tokens: Tensor,
+    *,
+    window: int = 2048,
+    batch_size: int = 8,
+) -> float:
+    """KL(reference, model), mean over all positions of all whole windows, nats/token.
+
+    Args:
+        tokens: 1-d int64; windows as in `dmx.perplexity`.
+        reference_model: another object than `model`, since an assignment is applied in place.
+
+    Raises:
+        DataError: see `dmx.evaluate.perplexity.cut_windows`; or both models are one object.
+    """
+    if model is reference_model:
+        raise DataError(
+            "model and reference_model are the same object, so their divergence is 0: apply the "
+            "assignment to a copy (copy.deepcopy(model)) and compare that with the original"
+        )
+    windows = cut_windows(model, tokens, window)
+    device = next(model.parameters()).device
+    modes = model.training, reference_model.training
+    model.eval()
+    reference_model.eval()
+    total = 0.0
+    try:
+        for batch in windows.split(batch_size):
+            logits = model_logits(model, batch.to(device))
+            reference = model_logits(
+                reference_model, batch.to(next(reference_model.parameters()).device)
+            ).to(device)
+            for row, reference_row in zip(logits, reference, strict=True):
+                total += float(token_kl_divergence(reference_row, row).sum(dtype=torch.float64))
+    finally:
+        model.train(modes[0])
+        reference_model.train(modes[1])
+    return total / windows.numel()

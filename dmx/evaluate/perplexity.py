@@ -1,0 +1,86 @@
+"""Perplexity over non-overlapping windows.
+
+    exp( mean over all predictions of -log p(next token) )
+
+The text is one stream of tokens without special tokens, cut into windows; what is left at the end
+is dropped. A window of n tokens makes n - 1 predictions, its first token being context only.
+Logits are float32. The per-window means serve paired comparisons of two models.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.data import check_tokens, check_window
+from dmx.errors import DataError
+from dmx.searching.objective import model_logits
+from dmx.progress import progress
+
+
+def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
+    """(n,) int64 -> (n_windows, window).
+
+    Raises:
+        DataError: not 1-d int64, shorter than one window, ids beyond the vocabulary, a window
+            beyond the model's positions.
+    """
+    if tokens.ndim != 1 or tokens.dtype != torch.int64:
+        raise DataError(f"tokens must be 1-d int64, got {tokens.dtype} of shape {tuple(tokens.shape)}")
+    if window < 2:
+        raise DataError(f"window={window} predicts nothing; choose at least 2")
+    if len(tokens) < window:
+        raise DataError(
+            f"the evaluation text has {len(tokens)} tokens, fewer than one window of {window}. "
+            "Choose a longer text or a smaller window."
+        )
+    config = getattr(model, "config", None)
+    if config is not None:
+        check_tokens(tokens, config.vocab_size)
+        check_window(window, getattr(config, "max_position_embeddings", None))
+    return tokens[: len(tokens) // window * window].reshape(-1, window)
+
+
+@torch.inference_mode()
+def window_losses(
+    model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8, label: str = ""
+) -> Tensor:
+    """Mean negative log likelihood of each window; (n_windows,) float64 on the CPU, nats/token."""
+    windows = cut_windows(model, tokens, window)
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    losses = []
+    batches = windows.split(batch_size)
+    try:
+        with progress(f"evaluate {label}".strip(), len(batches)) as advance:
+            for batch in batches:
+                batch = batch.to(device)
+                logits = model_logits(model, batch)
+                # Row by row: float32 logits of a whole batch would be the peak of the memory.
+                rows = [
+                    F.cross_entropy(row[:-1].float(), ids[1:])
+                    for row, ids in zip(logits, batch, strict=True)
+                ]
+                losses.append(torch.stack(rows).double().cpu())
+                del logits
+                advance("")
+    finally:
+        model.train(was_training)
+    return torch.cat(losses)
+
+
+def perplexity(model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8) -> float:
+    """Perplexity of a model on a stream of tokens.
+
+    Args:
+        tokens: 1-d int64.
+        window: tokens a window, >= 2; at most the model's positions.
+        batch_size: windows at once; changes memory and time, not the result beyond rounding.
+
+    Raises:
+        DataError: see `cut_windows`.
+    """
+    losses = window_losses(model, tokens, window=window, batch_size=batch_size)
+    return math.exp(float(losses.mean()))

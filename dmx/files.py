@@ -1,0 +1,53 @@
+"""Files that are either whole or absent: write beside the target, flush to disk, rename."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from dmx.errors import RunError
+
+
+def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
+    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+
+    Raises:
+        RunError: the folder cannot be made or written to; says which.
+    """
+    path = Path(path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        return temporary.replace(path)
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}. Choose a folder that you may write "
+            "to and that has room (run.folder=...)."
+        ) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    return write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: str | Path, value: Any) -> Path:
+    """JSON with sorted nothing and no NaN: a NaN in a record is a bug, null is the way to say it."""
+    return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,30 @@
+"""One progress line with the time left, for loops that take longer than a moment."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+
+@contextmanager
+def progress(what: str, total: int, *, done: int = 0, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=False) as bar:
+        task = bar.add_task(what, total=total, completed=done, note="")
+
+        def advance(note: str = "") -> None:
+            bar.update(task, advance=1, note=note)
+
+        yield advance

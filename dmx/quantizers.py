@@ -1,0 +1,121 @@
+"""Quantizers: callables from tensor to tensor, with straight-through gradients around the kernels.
+
+`fake_quant` and `continuous_fake_quant` are the public differentiable forms of the functions of
+the same names in `dmx.numerics`; what runs is chosen by `dmx.kernels.ops`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dmx.formats import BlockFormat, Family, ScaleRule, get_mx_format
+from dmx.kernels import ops
+from dmx.numerics import path_parameters
+from dmx.numerics.mx import check_input
+
+
+@runtime_checkable
+class Quantizer(Protocol):
+    """What a quantized layer calls on a weight or an input; `mor`'s safety net wraps one."""
+
+    block_format: BlockFormat
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class _FakeQuant(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+    ) -> Tensor:
+        return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0], None, None, None
+
+
+def fake_quant(
+    x: Tensor,
+    block_format: str | BlockFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule = "floor",
+    out: Tensor | None = None,
+) -> Tensor:
+    """x as the block format holds it, in the dtype of x; the gradient passes straight through.
+
+    Args:
+        x: fp32, bf16 or fp16; any shape with at least one axis, also empty or non-contiguous.
+        axis: blocks of 32 run along it; a short last block stands as it is.
+        out: receives the result; has x's shape and dtype, may be x, not under grad.
+
+    Returns:
+        Shape and dtype of x. A block with NaN or Inf is NaN as a whole.
+
+    Raises:
+        TypeError: float64 or integers. FormatError: unknown format or rule, or bf16.
+        ValueError: out of another shape or dtype, or out while x needs a gradient.
+
+    Source: OCP Microscaling Formats v1.0, sections 5 and 6.3.
+    """
+    block_format = get_mx_format(block_format)
+    if torch.is_grad_enabled() and x.requires_grad:
+        if out is not None:
+            raise ValueError("out= cannot be used while x needs a gradient; use torch.no_grad()")
+        result: Tensor = _FakeQuant.apply(x, block_format, axis, scale_rule)
+        return result
+    return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
+
+
+class _ContinuousFakeQuant(torch.autograd.Function):
+    """Saves x and the eight path parameters; the backward pass recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, offset: Tensor, parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, parameters)
+        return ops.continuous_fake_quant(x, parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, parameters = ctx.saved_tensors
+        grad_x, grad_offset = ops.continuous_fake_quant_backward(grads[0], x, parameters)
+        return grad_x, grad_offset, None
+
+
+def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Tensor:
+    """x at a real-valued position between the formats of a family; differentiable in both.
+
+    Args:
+        x: fp32, bf16 or fp16; blocks of 32 along the last axis.
+        offset: 0-d float32 in [0, 2].
+
+    Returns:
+        Shape and dtype of x.
+
+    Raises:
+        TypeError: dtype of x or of offset. ValueError: offset is not 0-d.
+        FormatError: unknown family.
+
+    Source: dMX, arXiv 2606.04115; formulas in `dmx.numerics.continuous`.
+    """
+    check_input(x)
+    if offset.dtype != torch.float32:
+        raise TypeError(f"offset must be float32, got {offset.dtype}")
+    if offset.ndim != 0:
+        raise ValueError(f"offset must be 0-d, got shape {tuple(offset.shape)}")
+    result: Tensor = _ContinuousFakeQuant.apply(x, offset, path_parameters(offset, family))
+    return result
+
+
+@dataclass(frozen=True)
+class BlockQuantizer:
+    """One MX format along the last axis."""
+
+    block_format: BlockFormat
+    scale_rule: ScaleRule = "floor"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fake_quant(x, self.block_format, scale_rule=self.scale_rule)

@@ -1,0 +1,130 @@
+"""What a search is asked to do. A plain dataclass that checks itself and knows nothing of Hydra."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from dmx.budget import Units, Weighting
+from dmx.errors import DmxError, FormatError
+from dmx.formats import FAMILIES, SCALE_RULES, Family, ScaleRule, check_choice, get_family
+from dmx.targets import SEARCH_TARGETS
+
+SEARCHES = ("uniform", "random", "kl", "differentiable")
+OBJECTIVES = ("cross_entropy", "kl")
+PENALTIES = ("hinge", "scaling")
+LR_SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(kw_only=True)
+class SearchConfig:
+    """All settings of a search; the defaults are the dMX paper's."""
+
+    name: str = "differentiable"
+    """uniform | random | kl | differentiable"""
+    family: str = "mxfp6_mxfp4"
+    """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
+    units: Units = "fused"
+    """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
+    weighting: Weighting = "elements"
+    """What the average counts: weight elements, or every layer as one."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs of layers that stay in BF16."""
+    fixed: dict[str, str] = field(default_factory=dict)
+    """Glob -> format of layers that are not searched."""
+    include_lm_head: bool = False
+    allow_unsearched: bool = False
+    """Accept models that keep more than 1 % of their blocks' parameters outside nn.Linear."""
+    target: str = "any"
+    """Only candidates that this runtime loads; see dmx.targets."""
+    scale_rule: ScaleRule = "floor"
+    seed: int = 0
+    """Order of the calibration batches, and the draws of `random`."""
+
+    steps: int = 400
+    """> 0; one batch a step."""
+    objective: str = "cross_entropy"
+    """cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
+    penalty: str = "hinge"
+    """hinge: slope * max(0, average - target). scaling: penalty_lambda * average."""
+    slope: float = 5.0
+    """nats per bit over the target"""
+    penalty_lambda: float = 0.1
+    """nats per bit"""
+    lr: float = 1.0
+    momentum: float = 0.99
+    nesterov: bool = True
+    lr_schedule: str = "constant"
+    raw_start: float = 0.0
+    """First value of every raw offset, in [0, 2]."""
+    temperature: float = 0.4
+    """Until `anneal_from`; unitless, higher is harder."""
+    temperature_end: float = 20.0
+    """At the last step."""
+    anneal_from: float = 0.6
+    """Share of the steps after which the temperature rises."""
+    gradient_checkpointing: bool = False
+    evaluate_every: int = 50
+    """Steps between measurements of the soft, hard and projected model on the first batch."""
+    checkpoint_every: int = 10
+    """Steps between checkpoints, where a folder is given."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, SEARCHES, "search.name")
+        get_family(self.family)
+        check_choice(self.units, ("fused", "layer"), "search.units")
+        check_choice(self.weighting, ("elements", "layers"), "search.weighting")
+        check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
+        check_choice(self.objective, OBJECTIVES, "search.objective")
+        check_choice(self.penalty, PENALTIES, "search.penalty")
+        check_choice(self.lr_schedule, LR_SCHEDULES, "search.lr_schedule")
+        check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
+        for name, low, high in (
+            ("raw_start", 0, 2), ("anneal_from", 0, 1), ("momentum", 0, 0.999999),
+            ("lr", 0, math.inf), ("slope", 0, math.inf), ("penalty_lambda", 0, math.inf),
+            ("temperature", 1e-3, 1e3), ("temperature_end", 1e-3, 1e3),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
+        for name in ("steps", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise SearchConfigError(f"search.{name}={getattr(self, name)} must be at least 1")
+        if self.nesterov and self.momentum == 0:
+            raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
+        if self.name == "differentiable" and self.scale_rule != "floor":
+            raise FormatError(
+                f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
+                "floor rule only. Use search.scale_rule=floor, or a search that is not differentiable."
+            )
+        self._check_target()
+
+    def _check_target(self) -> None:
+        if self.target == "any":
+            return
+        target = SEARCH_TARGETS[self.target]
+        if target.needs_fused_units and self.units != "fused":
+            raise FormatError(
+                f"search.target={self.target} needs search.units=fused: its runtime runs q/k/v and "
+                "gate/up as one product each."
+            )
+        refused = [f.name for f in get_family(self.family).formats if f.name not in target.formats]
+        if refused:
+            fitting = [
+                f.name for f in FAMILIES.values() if all(b.name in target.formats for b in f.formats)
+            ]
+            raise FormatError(
+                f"search.target={self.target} cannot load {', '.join(refused)} of "
+                f"search.family={self.family}. Families that it loads: {', '.join(fitting) or 'none'}."
+            )
+
+    @property
+    def format_family(self) -> Family:
+        return get_family(self.family)
+
+    def summary(self) -> dict[str, Any]:
+        """What an assignment says of its search."""
+        return {"name": self.name, "family": self.family, "seed": self.seed}
+
+
+class SearchConfigError(DmxError):
+    """A search setting outside its range."""

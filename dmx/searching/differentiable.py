@@ -1,0 +1,289 @@
+"""The dMX search: gradient descent on one offset per unit, annealed until the choice is discrete.
+
+A step: offsets from raw offsets at this step's temperature; forward and backward through the
+continuously quantized model; penalty on the soft average bits; SGD on the raw offsets; clamp to
+[0, 2]. After the last step the raw offsets are made hard and projected onto the budget.
+
+With a folder, the state is written every `checkpoint_every` steps and a search that died goes on
+from there to the same numbers: the order of the batches is a function of the step alone.
+
+Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
+`dmx.numerics.continuous`.
+"""
+
+import io
+import json
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmx.budget import Budget, SearchSpace, project
+from dmx.errors import RunError
+from dmx.files import write_atomic, write_text
+from dmx.searching import schedule
+from dmx.searching.batches import batch_order
+from dmx.searching.config import SearchConfig
+from dmx.searching.objective import budget_penalty, model_logits, task_loss
+from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
+from dmx.searching.processes import Processes
+from dmx.progress import progress
+
+STATE_FILE = "search_state.pt"
+
+
+class DifferentiableSearch:
+    """State and steps of one search; `run` does all of it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        space: SearchSpace,
+        budget: Budget,
+        config: SearchConfig,
+        *,
+        folder: Path | None,
+        fingerprint: str,
+    ) -> None:
+        self.model, self.batches, self.space = model, batches, space
+        self.budget, self.config, self.family = budget, config, config.format_family
+        self.folder, self.fingerprint = folder, fingerprint
+        self.device = next(model.parameters()).device
+        self.processes = Processes(self.device)
+        self.raw = torch.full(
+            (len(space.units),), config.raw_start, device=self.device, dtype=torch.float32
+        ).requires_grad_()
+        self.optimizer = torch.optim.SGD(
+            [self.raw], lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+        )
+        weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
+        self.weights = weights.to(self.device)
+        # soft average = constant + slope * weights @ offsets, exact at the stops
+        low = space.average([0] * len(space.units), budget.unit)
+        self.soft_constant, self.bits_per_offset = low, self.family.slope
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self.raw_rows = [self.raw.detach().cpu().numpy().copy()]
+        self.warnings: list[str] = []
+        self._complained: set[str] = set()
+
+    # --- measuring -----------------------------------------------------------------------------
+
+    def soft_average(self, offsets: Tensor) -> Tensor:
+        """0-d; average bits of real-valued offsets, in the budget's unit."""
+        return self.soft_constant + self.bits_per_offset * (self.weights * offsets).sum()
+
+    def hard_choice(self) -> np.ndarray:
+        return harden(self.raw.detach().cpu().numpy(), self.family)
+
+    def preference(self) -> np.ndarray:
+        return preference(self.raw.detach().cpu().numpy().astype(np.float64), self.family)
+
+    def projected_choice(self) -> np.ndarray:
+        return project(self.space, self.budget, self.hard_choice(), self.preference())
+
+    def _reference(self, bank: Bank, tokens: Tensor) -> Tensor | None:
+        """Logits of the unquantized model, where the objective needs them."""
+        if self.config.objective != "kl":
+            return None
+        bank.set_full()
+        with torch.no_grad():
+            return model_logits(self.model, tokens)
+
+    def _measure(self, bank: Bank, temperature: float, hard: np.ndarray, projected: np.ndarray) -> dict[str, float]:
+        """Task loss of the soft, the hard and the projected model on the first batch."""
+        tokens = self.processes.own_rows(self.batches[0]).to(self.device)
+        reference = self._reference(bank, tokens)
+        losses: dict[str, float] = {}
+        with torch.no_grad():
+            for name in ("soft", "hard", "projected"):
+                if name == "soft":
+                    bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
+                else:
+                    choice = hard if name == "hard" else projected
+                    bank.set_formats([self.space.formats[i] for i in choice])
+                loss = task_loss(
+                    self.config.objective, model_logits(self.model, tokens), tokens, reference
+                )
+                losses[f"{name}_loss"] = float(self.processes.mean(loss))
+        return losses
+
+    # --- one step ------------------------------------------------------------------------------
+
+    def _gradient(self, bank: Bank, tokens: Tensor, temperature: float) -> Tensor:
+        """Fills raw.grad (mean over processes); returns (loss, penalty, soft average, grad norm)."""
+        reference = self._reference(bank, tokens)
+        self.optimizer.zero_grad()
+        offsets = anneal(self.raw, temperature, self.family)
+        bank.set_soft(offsets)
+        loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
+        average = self.soft_average(offsets)
+        target = self.budget.limit
+        penalty = budget_penalty(self.config, average, target)
+        (loss + penalty).backward()
+        assert self.raw.grad is not None
+        self.raw.grad.copy_(self.processes.mean(self.raw.grad))
+        loss = self.processes.mean(loss.detach())
+        return torch.stack([loss, penalty.detach(), average.detach(), self.raw.grad.norm()])
+
+    def _heal_gradient(self) -> None:
+        """Zero what is not finite and say which unit it was, once for each."""
+        assert self.raw.grad is not None
+        bad = ~self.raw.grad.isfinite()
+        for index in bad.nonzero().flatten().tolist():
+            name = self.space.units[index].name
+            if name not in self._complained:
+                self._complained.add(name)
+                self._warn(
+                    f"step {self.step}: the gradient of the offset of {name} is not finite; it is "
+                    "taken as zero. Look for Inf or NaN in this layer's inputs or weights."
+                )
+        self.raw.grad.masked_fill_(bad, 0.0)
+
+    def _warn(self, message: str) -> None:
+        self.warnings.append(message)
+        warnings.warn(message, stacklevel=3)
+
+    def take_step(self, bank: Bank, batch_index: int) -> dict[str, Any]:
+        config = self.config
+        temperature = schedule.temperature(config, self.step)
+        lr = schedule.learning_rate(config, self.step)
+        tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
+        numbers = self._gradient(bank, tokens, temperature).tolist()
+        if not np.isfinite(numbers[3]):
+            self._heal_gradient()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        with torch.no_grad():
+            self.raw.clamp_(0.0, 2.0)
+        self.raw_rows.append(self.raw.detach().cpu().numpy().copy())
+        hard, projected = self.hard_choice(), self.projected_choice()
+        row: dict[str, Any] = {
+            "step": self.step, "temperature": temperature, "lr": lr,
+            "loss": numbers[0], "penalty": numbers[1], "soft_bits": numbers[2],
+            "hard_bits": self.space.average(hard, self.budget.unit),
+            "projected_bits": self.space.average(projected, self.budget.unit),
+            "soft_loss": None, "hard_loss": None, "projected_loss": None,
+            "grad_norm": numbers[3] if np.isfinite(numbers[3]) else None,
+        }  # fmt: skip
+        last = self.step == config.steps - 1
+        if last or self.step % config.evaluate_every == 0:
+            row |= self._measure(bank, temperature, hard, projected)
+        for key in ("loss", "penalty", "soft_loss", "hard_loss", "projected_loss"):
+            if row[key] is not None and not np.isfinite(row[key]):
+                row[key] = None
+        self.history.append(row)
+        self.step += 1
+        return row
+
+    # --- state on disk -------------------------------------------------------------------------
+
+    def save(self) -> None:
+        if self.folder is None or not self.processes.is_main:
+            return
+        state = {
+            "fingerprint": self.fingerprint, "step": self.step, "raw": self.raw.detach().cpu(),
+            "optimizer": self.optimizer.state_dict(), "history": self.history,
+            "raw_rows": torch.from_numpy(np.stack(self.raw_rows)), "warnings": self.warnings,
+            "complained": sorted(self._complained),
+        }  # fmt: skip
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        write_atomic(self.folder / STATE_FILE, lambda file: file.write(buffer.getvalue()))
+        self.write_history()
+
+    def write_history(self) -> None:
+        assert self.folder is not None
+        lines = (json.dumps(row, allow_nan=False) for row in self.history)
+        write_text(self.folder / "history.jsonl", "".join(f"{line}\n" for line in lines))
+        names = np.array([u.name for u in self.space.units])
+        rows = np.stack(self.raw_rows)
+        write_atomic(self.folder / "offsets.npz", lambda f: np.savez_compressed(f, raw=rows, units=names))
+
+    def resume(self) -> bool:
+        """Go on from the folder's state, if there is one.
+
+        Raises:
+            RunError: the state belongs to a search with other settings, data or model.
+        """
+        if self.folder is None or not (self.folder / STATE_FILE).exists():
+            return False
+        path = self.folder / STATE_FILE
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+        except Exception as error:
+            raise RunError(
+                f"{path} is damaged ({error}). Delete it to search again from the start."
+            ) from error
+        if state["fingerprint"] != self.fingerprint:
+            raise RunError(
+                f"{self.folder} holds a search with other settings, data or model. Choose another "
+                "folder, or delete it to search again from the start."
+            )
+        self.step = state["step"]
+        with torch.no_grad():
+            self.raw.copy_(state["raw"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history = state["history"]
+        self.raw_rows = list(state["raw_rows"].numpy())
+        self.warnings = state["warnings"]
+        self._complained = set(state["complained"])
+        return True
+
+    # --- all of it -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.resume()
+        config = self.config
+        quiet = not self.processes.is_main
+        with (
+            searching_model(self.model, self.space, self.family, config.scale_rule) as bank,
+            _checkpointing(self.model, config.gradient_checkpointing),
+            progress("search", config.steps, done=self.step, quiet=quiet) as advance,
+        ):
+            order = batch_order(len(self.batches), config.seed, self.step)
+            while self.step < config.steps:
+                row = self.take_step(bank, next(order))
+                shown = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+                advance(f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard")
+                if self.step % config.checkpoint_every == 0:
+                    self.save()
+        self.save()
+        moved = np.abs(self.raw_rows[-1] - self.raw_rows[0]).max() if self.raw_rows else 0
+        if moved == 0:
+            first = self.space.units[0].name
+            self._warn(
+                f"no offset moved in {config.steps} steps ({first} and {len(self.space.units) - 1} "
+                "more): the gradients are zero or the learning rate is. Raise search.lr, or start "
+                "elsewhere (search.raw_start)."
+            )
+
+
+class _checkpointing:
+    """Gradient checkpointing of a transformers model, switched on inside and off after."""
+
+    def __init__(self, model: nn.Module, on: bool) -> None:
+        self.model = model
+        self.on = on and not getattr(model, "is_gradient_checkpointing", False)
+
+    def __enter__(self) -> None:
+        if self.on:
+            # The input of the first block needs no gradient, the offsets inside it do: only the
+            # non-reentrant form sees them. Blocks checkpoint when they are in training mode;
+            # their children stay in eval mode, so that dropout stays off.
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in self.model.modules():
+                if hasattr(module, "gradient_checkpointing"):
+                    module.training = True
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            self.model.gradient_checkpointing_disable()
+            self.model.eval()

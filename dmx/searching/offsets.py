@@ -1,0 +1,198 @@
+"""Raw offsets, their annealing, and the linear layer that runs at a real-valued format.
+
+    two stops     b = 2 sigmoid(k T (raw/2 - 1/2))
+    three stops   b = sigmoid(k T (raw - 1/2)) + sigmoid(k T (raw - 3/2)),      k = 20
+
+All raw offsets of a search are one 1-D float32 parameter that the search owns; the layers see 0-d
+views of the annealed offsets. The module tree of the model never holds the parameter.
+
+Source: dMX, arXiv 2606.04115 (two stops); the third stop is ours.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.budget import SearchSpace
+from dmx.formats import BlockFormat, Family, ScaleRule
+from dmx.kernels import ops
+from dmx.layers import adopt, put_back, replace_layers
+from dmx.numerics import path_parameters
+
+SHARPNESS = 20.0
+"""k in the formulas above, from the paper."""
+
+
+def raw_thresholds(family: Family) -> tuple[float, ...]:
+    """Raw offset above which a unit takes the next format: the midpoints between the stops."""
+    stops = family.stops
+    return tuple((a + b) / 2 for a, b in zip(stops[:-1], stops[1:], strict=True))
+
+
+def anneal(raw: Tensor, temperature: float, family: Family) -> Tensor:
+    """Offsets of raw offsets; float32, same shape. Finite gradients at any temperature.
+
+    `torch.sigmoid` and not 1/(1+exp(-z)), whose gradient is NaN once exp overflows.
+    """
+    sharpness = SHARPNESS * temperature
+    offset = torch.zeros_like(raw)
+    for low, high in zip(family.stops[:-1], family.stops[1:], strict=True):
+        width = high - low
+        offset = offset + width * torch.sigmoid(sharpness * ((raw - low) / width - 0.5))
+    return offset
+
+
+def harden(raw: np.ndarray, family: Family) -> np.ndarray:
+    """Candidate index of each raw offset: how many thresholds lie below it."""
+    return (raw[:, None] > np.array(raw_thresholds(family))[None]).sum(1).astype(np.int64)
+
+
+def preference(raw: np.ndarray, family: Family) -> np.ndarray:
+    """(U, F-1): how far each raw offset lies above the threshold of each step.
+
+    With two stops this is the order of the raw offsets themselves; with three it also compares a
+    step 4 to 6 of one unit with a step 6 to 8 of another.
+    """
+    margins: np.ndarray = raw[:, None] - np.array(raw_thresholds(family))[None]
+    return margins
+
+
+class Bank:
+    """What the layers of one search share: offsets, path parameters, and which mode is on.
+
+    mode "full": unquantized. "soft": the continuous quantizer at `offsets`. "formats": the exact
+    quantizer of `formats[unit]`, None for an unquantized unit.
+    """
+
+    def __init__(self, n_units: int, family: Family, scale_rule: ScaleRule) -> None:
+        self.family = family
+        self.scale_rule = scale_rule
+        self.mode = "full"
+        self.offsets: tuple[Tensor, ...] = ()
+        self.parameters: tuple[Tensor, ...] = ()
+        self.formats: list[BlockFormat | None] = [None] * n_units
+
+    def set_soft(self, offsets: Tensor) -> None:
+        """offsets: (U,) float32, with the graph back to the raw offsets."""
+        self.mode = "soft"
+        self.offsets = offsets.unbind(0)
+        self.parameters = path_parameters(offsets, self.family).unbind(0)
+
+    def set_full(self) -> None:
+        self.mode = "full"
+        self.offsets = self.parameters = ()
+
+    def set_formats(self, formats: list[BlockFormat | None]) -> None:
+        self.mode = "formats"
+        self.formats = formats
+        self.offsets = self.parameters = ()
+
+
+class _SoftLinear(torch.autograd.Function):
+    """F.linear of the continuously quantized input and weight.
+
+    Saves the inputs only; the backward pass quantizes again, which is cheaper than keeping two
+    quantized copies of every weight and activation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor, parameters: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, parameters)
+        return F.linear(
+            ops.continuous_fake_quant(x, parameters),
+            ops.continuous_fake_quant(weight, parameters),
+            bias,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, None]:
+        x, weight, parameters = ctx.saved_tensors
+        grad = grads[0]
+        flat_grad = grad.reshape(-1, grad.shape[-1])
+        quantized_x = ops.continuous_fake_quant(x, parameters).reshape(-1, x.shape[-1])
+        grad_weight = flat_grad.t() @ quantized_x
+        _, by_weight = ops.continuous_fake_quant_backward(grad_weight, weight, parameters)
+        grad_x = grad @ ops.continuous_fake_quant(weight, parameters)
+        grad_x, by_input = ops.continuous_fake_quant_backward(grad_x, x, parameters)
+        return grad_x, None, None, by_weight + by_input, None
+
+
+class SearchLinear(nn.Linear):
+    """A linear layer whose format is set through the bank of its search."""
+
+    bank: Bank
+    unit: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        bank = self.bank
+        if bank.mode == "soft":
+            result: Tensor = _SoftLinear.apply(
+                x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
+            )
+            return result
+        block_format = bank.formats[self.unit] if bank.mode == "formats" else None
+        if block_format is None:
+            return F.linear(x, self.weight, self.bias)
+        return F.linear(
+            ops.fake_quant(x, block_format, scale_rule=bank.scale_rule),
+            ops.fake_quant(self.weight, block_format, scale_rule=bank.scale_rule),
+            self.bias,
+        )
+
+
+class FixedLinear(nn.Linear):
+    """A layer with a fixed format that still lets gradients through to the layers before it."""
+
+    block_format: BlockFormat
+    bank: Bank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bank.mode == "full":
+            return F.linear(x, self.weight, self.bias)
+        rule = self.bank.scale_rule
+        weight = ops.fake_quant(self.weight, self.block_format, scale_rule=rule)
+        quantized = ops.fake_quant(x.detach(), self.block_format, scale_rule=rule)
+        # Straight through: the value of the quantized input, the gradient of the input.
+        return F.linear(x + (quantized - x.detach()) if x.requires_grad else quantized, weight, self.bias)
+
+
+@contextmanager
+def searching_model(
+    model: nn.Module, space: SearchSpace, family: Family, scale_rule: ScaleRule
+) -> Iterator[Bank]:
+    """The model with its layers under a bank: eval mode, weights frozen; all of it undone after."""
+    bank = Bank(len(space.units), family, scale_rule)
+    unit_of = {layer: i for i, unit in enumerate(space.units) for layer in unit.layers}
+
+    def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+        if name in unit_of:
+            layer = adopt(SearchLinear, linear)
+            layer.bank, layer.unit = bank, unit_of[name]
+            return layer
+        if name in space.fixed:
+            fixed = adopt(FixedLinear, linear)
+            fixed.bank, fixed.block_format = bank, space.fixed[name]
+            return fixed
+        return None
+
+    modes = {name: module.training for name, module in model.named_modules()}
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    originals = replace_layers(model, make)
+    try:
+        model.eval()
+        for parameter, _ in frozen:
+            parameter.requires_grad_(False)
+        yield bank
+    finally:
+        put_back(model, originals)
+        for parameter, needed in frozen:
+            parameter.requires_grad_(needed)
+        for name, training in modes.items():
+            model.get_submodule(name).training = training

@@ -1,0 +1,25 @@
+"""What a search returns."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dmx.assignment import Assignment
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """An assignment and how it came about."""
+
+    assignment: Assignment
+    units: tuple[str, ...]
+    preference: np.ndarray
+    """(U, F-1) float64: how much each unit wanted each step up; what the projection followed."""
+    seconds: float
+    """Wall time of this call; a resumed search counts from its resumption."""
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """A row a step; empty for searches without steps."""
+    raw_offsets: np.ndarray | None = None
+    """(steps + 1, U) float32, the first row before the first step."""
+    warnings: list[str] = field(default_factory=list)

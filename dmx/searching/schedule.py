@@ -1,0 +1,25 @@
+"""Schedules: pure functions of the step, counted from 0."""
+
+import math
+
+from dmx.searching.config import SearchConfig
+
+
+def temperature(config: SearchConfig, step: int) -> float:
+    """Constant for the first `anneal_from` of the steps, then geometric up to the last step.
+
+    With the defaults: 0.4, then 0.4 * 50**((i - s0)/(steps - 1 - s0)), 20 at the last step.
+    """
+    start = int(config.anneal_from * config.steps)
+    span = config.steps - 1 - start
+    if step < start or span <= 0:
+        return config.temperature_end if step >= config.steps - 1 and span == 0 else config.temperature
+    ratio = config.temperature_end / config.temperature
+    return float(config.temperature * ratio ** ((step - start) / span))
+
+
+def learning_rate(config: SearchConfig, step: int) -> float:
+    """Constant, or half a cosine from lr to 0."""
+    if config.lr_schedule == "constant":
+        return config.lr
+    return config.lr * 0.5 * (1 + math.cos(math.pi * step / config.steps))

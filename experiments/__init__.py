@@ -1,0 +1,1 @@
+"""Hydra entry points: compose, validate, call the library, write the record."""

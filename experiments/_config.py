@@ -1,0 +1,234 @@
+"""Root configurations of the entry points: composed by Hydra, built into dataclasses, validated.
+
+Every dataclass of the library is registered with its defaults, so each field can be set on the
+command line and an unknown one is an error. Types and ranges are checked when the dataclasses are
+built, before anything is loaded.
+"""
+
+import dataclasses
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from dmx.budget import Budget
+from dmx.data import DataConfig, DataPair
+from dmx.errors import DmxError
+from dmx.formats import MX_FORMATS, check_choice
+from dmx.models import ModelConfig
+from dmx.searching import SearchConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+OPERANDS = ("W+A", "W")
+BASELINES = ("bf16", "uniform", "kl")
+
+
+class ConfigError(DmxError):
+    """A setting that no single dataclass can refuse: wrong type, or at odds with another."""
+
+
+@dataclass(kw_only=True)
+class CalibrationConfig:
+    """How calibration text becomes batches; every search of a run sees the same ones."""
+
+    window: int = 1024
+    """tokens a row"""
+    batch_size: int = 4
+    """rows a batch"""
+    batches: int | None = None
+    """Keep the first so many after the shuffle; null = all that the text gives."""
+    seed: int = 0
+    """Order in which windows are drawn from the text."""
+
+    def __post_init__(self) -> None:
+        _at_least("calibration.window", self.window, 2)
+        _at_least("calibration.batch_size", self.batch_size, 1)
+        if self.batches is not None:
+            _at_least("calibration.batches", self.batches, 1)
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """How results are measured."""
+
+    window: int = 2048
+    """tokens a window"""
+    batch_size: int = 8
+    """windows at once"""
+    max_windows: int | None = None
+    """Keep the first so many windows; null = the whole text."""
+    operands: list[str] = field(default_factory=lambda: ["W+A"])
+    """W+A: weights and inputs quantized. W: weights only."""
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.window", self.window, 2)
+        _at_least("evaluation.batch_size", self.batch_size, 1)
+        if self.max_windows is not None:
+            _at_least("evaluation.max_windows", self.max_windows, 1)
+        for name in self.operands:
+            check_choice(name, OPERANDS, "evaluation.operands")
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Where and on what a run runs."""
+
+    folder: str = ""
+    """Receives everything; a run that died goes on in the same folder."""
+    device: str = "auto"
+    """auto | cpu | cuda | cuda:N. auto takes a GPU if there is one, and the record says which."""
+    threads: int | None = None
+    """CPU threads of torch; null = its own choice."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            _at_least("run.threads", self.threads, 1)
+
+    def torch_device(self) -> torch.device:
+        """The device; ConfigError if the asked one is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"run.device={self.device!r}: {error}. Use auto, cpu or cuda.") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"run.device={self.device}: no CUDA device here. Use run.device=cpu.")
+        return device
+
+
+@dataclass(kw_only=True)
+class SearchRun:
+    """python -m experiments.search"""
+
+    model: ModelConfig
+    data: DataPair
+    calibration: CalibrationConfig
+    evaluation: EvaluationConfig
+    budget: Budget
+    search: SearchConfig
+    baselines: list[str]
+    """Rows beside the search: bf16, uniform (every MX format), kl."""
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        for name in self.baselines:
+            check_choice(name, BASELINES, "baselines")
+
+
+@dataclass(kw_only=True)
+class EvaluateRun:
+    """python -m experiments.evaluate"""
+
+    model: ModelConfig
+    data: DataPair
+    evaluation: EvaluationConfig
+    assignments: list[str]
+    """Paths of assignment.json files; or names of MX formats for uniform ones; or bf16."""
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        if not self.assignments:
+            names = ", ".join(map(str, MX_FORMATS))
+            raise ConfigError(
+                "assignments is empty: give paths of assignment.json files, bf16, or uniform "
+                f"formats ({names}): assignments=[bf16,path/to/assignment.json]"
+            )
+
+
+def _at_least(setting: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{setting}={value} must be at least {low}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value fits a type hint made of scalars, lists, dicts, Literals and None."""
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, get_args(hint)[1]) for v in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+_T = TypeVar("_T")
+
+
+def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
+    """A dataclass from composed values; nested ones too.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type; says which and what is allowed.
+    """
+    hints = get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in node.items():
+        path = f"{setting}.{key}" if setting else key
+        check_choice(key, tuple(names), f"{setting or 'config'} key")
+        hint = hints[key]
+        nested = next((o for o in (hint, *get_args(hint)) if dataclasses.is_dataclass(o)), None)
+        if nested is not None and isinstance(value, dict):
+            values[key] = build(nested, value, path)  # type: ignore[arg-type]
+        elif _fits(value, hint):
+            values[key] = value
+        else:
+            shown = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
+            raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{setting or 'config'}: {', '.join(missing)} not set")
+    return cls(**values)
+
+
+def build_root(cls: type[_T], cfg: DictConfig) -> _T:
+    node = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(node, dict)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return build(cls, {str(k): v for k, v in node.items() if k in known})
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Field -> default; fields without one must come from the group's file or the command line."""
+    node: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.default is not dataclasses.MISSING:
+            node[f.name] = f.default
+        elif f.default_factory is not dataclasses.MISSING:
+            node[f.name] = f.default_factory()
+    return node
+
+
+def register() -> None:
+    """The fields of every group with their defaults, as the first entry of each root config."""
+    schema = {
+        "model": _defaults(ModelConfig),
+        "data": {"calibration": _defaults(DataConfig), "evaluation": _defaults(DataConfig)},
+        "calibration": _defaults(CalibrationConfig),
+        "evaluation": _defaults(EvaluationConfig),
+        "run": _defaults(RunConfig),
+    }
+    search = {"search": _defaults(SearchConfig), "budget": _defaults(Budget)}
+    store = ConfigStore.instance()
+    store.store(name="_evaluate", node=schema, package="_global_")
+    store.store(name="_search", node=schema | search, package="_global_")

@@ -1,0 +1,268 @@
+"""What every run shares: its folder, provenance, measured rows, record, report, and exit code."""
+
+import datetime
+import functools
+import json
+import os
+import platform
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from torch import Tensor, nn
+
+import dmx
+from dmx.assignment import Assignment
+from dmx.errors import DmxError, RunError
+from dmx.evaluate.perplexity import window_losses
+from dmx.files import sha256, write_json, write_text
+from dmx.kernels import ops
+from dmx.layers import apply, restore
+from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
+from experiments._report import read_record, terminal_table, write_report
+
+console = Console(stderr=True)
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "numpy", "scipy", "hydra-core")
+
+
+def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+    """Decorator: a Hydra main whose users see one clear line for an error they can mend.
+
+    Exit code 2 for such errors, 130 for Ctrl-C; in a sweep they are raised, so that the sweep
+    records them and goes on.
+    """
+    register()
+
+    def decorate(task: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        @functools.wraps(task)
+        def guarded(cfg: DictConfig) -> Any:
+            try:
+                return task(cfg)
+            except DmxError as error:
+                if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    raise
+                console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+                console.print(str(error), markup=False, highlight=False)
+                sys.exit(2)
+            except KeyboardInterrupt:
+                console.print("interrupted; the same command in the same run.folder goes on from here")
+                sys.exit(130)
+
+        main: Callable[[], None] = hydra.main(
+            version_base="1.3", config_path=str(CONFIGS), config_name=config_name
+        )(guarded)
+        return main
+
+    return decorate
+
+
+class Run:
+    """One output folder: config.yaml first, rows as they are measured, record and report last."""
+
+    def __init__(self, cfg: DictConfig, config: RunConfig, command: str) -> None:
+        self.started = time.time()
+        self.command = command
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            self.folder = Path(HydraConfig.get().runtime.output_dir)
+        else:
+            self.folder = Path(config.folder)
+        self.device = config.torch_device()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.requested = OmegaConf.to_container(cfg, resolve=True)
+        self._claim(OmegaConf.to_yaml(cfg, resolve=True))
+        self.warnings: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.actual: dict[str, Any] = {}
+        self._show_warning = warnings.showwarning
+        warnings.showwarning = self._note_warning
+
+    def _claim(self, config_yaml: str) -> None:
+        """Take a new folder, or one that the same settings began.
+
+        Raises:
+            RunError: the folder holds another run, or cannot be written.
+        """
+        path = self.folder / "config.yaml"
+        if path.exists():
+            if path.read_text() != config_yaml:
+                raise RunError(
+                    f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
+                    "another folder, or delete that one."
+                )
+            return
+        if self.folder.exists() and any(self.folder.iterdir()):
+            raise RunError(
+                f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
+                "another folder."
+            )
+        write_text(path, config_yaml)
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.folder / "record.json").exists()
+
+    def _note_warning(self, message: Any, category: type, filename: str, *rest: Any) -> None:
+        text = str(message)
+        if "dmx" in str(filename) and text not in self.warnings:
+            self.warnings.append(text)
+            console.print(f"[yellow]warning[/]: {text}", highlight=False)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    # --- rows ----------------------------------------------------------------------------------
+
+    def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The row `key` of this run: read back if an earlier start measured it, else made."""
+        path = self.path("rows") / f"{key}.json"
+        if path.exists():
+            row: dict[str, Any] = json.loads(path.read_text())
+        else:
+            row = make()
+            write_json(path, row)
+        self.rows.append(row)
+        return row
+
+    def measure(
+        self,
+        model: nn.Module,
+        tokens: Tensor,
+        config: EvaluationConfig,
+        *,
+        label: str,
+        operands: str,
+        assignment: Assignment | None,
+        search: str | None = None,
+        path: str | None = None,
+        search_seconds: float | None = None,
+        seed: int | None = None,
+    ) -> dict[str, Any]:
+        """Perplexity of a model under an assignment (None: as it is), as a row of the record."""
+        if config.max_windows is not None:
+            tokens = tokens[: config.max_windows * config.window]
+        start = time.perf_counter()
+        if assignment is not None:
+            apply(model, assignment, inputs=operands == "W+A", cache_weights=True)
+        try:
+            losses = window_losses(
+                model, tokens, window=config.window, batch_size=config.batch_size, label=label
+            )
+        finally:
+            if assignment is not None:
+                restore(model)
+        nll = float(losses.mean())
+        finite = bool(torch.isfinite(losses).all())
+        bits: Any = {} if assignment is None else assignment.bits
+        reason = "the loss is not finite" if not finite else ""
+        row: dict[str, Any] = {
+            "label": label, "search": search, "assignment": path, "seed": seed,
+            "operands": operands if assignment is not None else None,
+            "element_bits": bits.get("element_bits", 16.0 if assignment is None else None),
+            "bits_per_element": bits.get("bits_per_element", 16.0 if assignment is None else None),
+            "whole_model_bits_per_element": bits.get(
+                "whole_model_bits_per_element", 16.0 if assignment is None else None
+            ),
+            "perplexity": float(torch.tensor(nll).double().exp()) if finite else None,
+            "nll": nll if finite else None,
+            "tokens": len(losses) * (config.window - 1), "windows": len(losses),
+            "window_nll": losses.tolist() if finite else None,
+            "search_seconds": search_seconds, "eval_seconds": time.perf_counter() - start,
+            "budget": None if assignment is None else assignment.budget,
+            "zero_shot": None, "zero_shot_reason": "not asked for",
+        }  # fmt: skip
+        if reason:
+            row |= {"perplexity_reason": reason, "nll_reason": reason}
+        if search_seconds is None:
+            row["search_seconds_reason"] = "no search"
+        return row
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self, *, seed: int | None, verdict: dict[str, Any] | None) -> dict[str, Any]:
+        """Write record.json and report.html, print the table; returns the record."""
+        record = {
+            "schema": "dmx.record/1",
+            "command": self.command,
+            "started": _iso(self.started),
+            "finished": _iso(time.time()),
+            "wall_seconds": time.time() - self.started,
+            "versions": versions(),
+            "device": self._device_facts(),
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "seed": seed,
+            "requested": self.requested,
+            "actual": self.actual | {"backend": ops.actual_backend(self.device)},
+            "results": self.rows,
+            "verdict": verdict,
+            "warnings": self.warnings,
+        } | self.facts
+        write_json(self.path("record.json"), record)
+        write_report(self.folder)
+        self.show(record)
+        return record
+
+    def show_finished(self) -> None:
+        self.show(read_record(self.folder))
+
+    def show(self, record: dict[str, Any]) -> None:
+        """The table and where things are, on standard output."""
+        out = Console()
+        out.print(terminal_table(record))
+        if record["verdict"] is not None:
+            out.print(record["verdict"]["text"], markup=False)
+        for name in ("assignment.json", "record.json", "report.html"):
+            if self.path(name).exists():
+                out.print(f"{name:16} {self.path(name)}", soft_wrap=True, highlight=False)
+
+    def _device_facts(self) -> dict[str, Any]:
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else _processor_name()
+        return {"name": name, "type": self.device.type, "threads": torch.get_num_threads()}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "dmx": dmx.__version__}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak of the GPU's allocator, or of this process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} logical cores"
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds")
+
+
+def tokens_sha256(tokens: Tensor) -> str:
+    return sha256(tokens.numpy().tobytes())
