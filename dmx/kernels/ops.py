@@ -15,6 +15,7 @@ import logging
 import os
 import warnings
 from functools import cache
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
@@ -26,6 +27,7 @@ from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_m
 from dmx.kernels import cpu
 from dmx.numerics.continuous import N_PATH_PARAMETERS
 from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
+from dmx.numerics.packing import check_packable, pack_codes
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,19 @@ def _why_missing(backend: str, device_type: str) -> str | None:
     return None
 
 
+def _triton_mx() -> ModuleType:
+    """Imported late: machines without a GPU need no triton."""
+    from dmx.kernels import triton_mx
+
+    return triton_mx
+
+
+def _triton_continuous() -> ModuleType:
+    from dmx.kernels import triton_continuous
+
+    return triton_continuous
+
+
 def _checked(
     x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
 ) -> tuple[BlockFormat, int]:
@@ -122,6 +137,8 @@ def fake_quant(
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, scale_rule, out)
+    if backend == "triton":
+        return _triton_mx().fake_quant(x, block_format, axis, scale_rule, out)
     return numerics.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
 
 
@@ -134,7 +151,32 @@ def quantize(
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.quantize(x, block_format, axis, scale_rule)
+    if backend == "triton":
+        return _triton_mx().quantize(x, block_format, axis, scale_rule)
     return numerics.quantize(x, block_format, axis=axis, scale_rule=scale_rule)
+
+
+@torch.no_grad()
+def quantize_packed(
+    x: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule = "floor"
+) -> tuple[Tensor, Tensor]:
+    """Packed codes and scales along the last axis, as exported files keep them.
+
+    Returns:
+        uint8 (..., n * bits / 8) in the layout of `dmx.numerics.packing`, and the scale codes,
+        uint8 (..., ceil(n/32)). In formats without a NaN code a NaN block packs as zeros; its
+        scale code 255 marks it.
+
+    Raises:
+        As `quantize`; ValueError when n does not fill whole groups of 2 (4 bits) or 4 (6 bits).
+    """
+    block_format, axis = _checked(x, block_format, -1, scale_rule)
+    assert block_format.element is not None
+    check_packable(x.shape[-1], block_format.element.bits)
+    if choose_backend(x.device) == "triton":
+        return _triton_mx().quantize_packed(x, block_format, scale_rule)
+    quantized = quantize(x, block_format, scale_rule=scale_rule)
+    return pack_codes(quantized.codes, block_format.element.bits), quantized.scale_codes
 
 
 def _check_continuous(x: Tensor, parameters: Tensor) -> None:
@@ -156,6 +198,8 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant(x, parameters)
+    if backend == "triton":
+        return _triton_continuous().continuous_fake_quant(x, parameters)
     return numerics.continuous_fake_quant(x, parameters)
 
 
@@ -173,5 +217,8 @@ def continuous_fake_quant_backward(
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
+    if backend == "triton":
+        kernels = _triton_continuous()
+        return kernels.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
     grad_x, grad_offset = numerics.continuous_fake_quant_backward(grad, x, parameters)
     return (grad_x if needs_grad_x else None), grad_offset

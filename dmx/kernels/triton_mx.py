@@ -1,0 +1,235 @@
+"""MX quantization on a GPU, equal to `dmx.numerics.mx` bit for bit. `ops.py` is the door.
+
+A program takes BLOCKS blocks of 32 as one tile, reads it once and writes it once. Arithmetic as in
+`cpu.cpp`: on magnitudes in float32, rounding by adding and subtracting 2**23 steps; the sign bit is
+put back at the end. Launches use enable_fp_fusion=False: a fused multiply-add changes bits.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
+from dmx.numerics.mx import MXTensor
+from dmx.numerics.packing import pack_codes
+
+# Blocks a program takes and warps it has; measured on an H100 (scripts/bench_kernels.py).
+FAKE_QUANT_TILE = {4: (64, 4), 2: (64, 4)}
+QUANTIZE_TILE = {4: (64, 4), 2: (64, 4)}
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2**exponent for int32 exponents in [-127, 127]; -127 is a subnormal float32."""
+    bits = tl.where(exponent > -127, (exponent + 127) << 23, 1 << 22)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_offsets(n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
+    """Element offsets (BLOCKS, 32) of this program, their mask, and the block indices with theirs.
+
+    RAGGED: rows of n values whose last block is short; else n_blocks blocks follow each other.
+    """
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    lane = tl.arange(0, 32)
+    in_range = block < n_blocks
+    if RAGGED:
+        per_row = (n + 31) // 32
+        column = (block % per_row)[:, None] * 32 + lane[None, :]
+        offsets = (block // per_row)[:, None] * n + column
+        mask = in_range[:, None] & (column < n)
+    else:
+        offsets = block[:, None] * 32 + lane[None, :]
+        mask = in_range[:, None]
+    return offsets, mask, block, in_range
+
+
+@triton.jit
+def scale_exponent(
+    amax, EMAX: tl.constexpr, M: tl.constexpr, TOP_MANTISSA: tl.constexpr, RULE: tl.constexpr
+):
+    """Shared exponent from the bits of amax; see `dmx.numerics.scaling`."""
+    if RULE == "even":
+        amax = amax + (1 << (22 - M))
+    exponent = (amax >> 23) - 127 - EMAX
+    if RULE == "ceil":
+        exponent += ((amax & 0x7FFFFF) != 0).to(tl.int32)
+    if RULE == "rceil":
+        exponent += ((amax & 0x7FFFFF) > TOP_MANTISSA).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent, -127), 127)
+
+
+@triton.jit
+def _fake_quant_kernel(
+    x_ptr, out_ptr, n, n_blocks,
+    EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, MAX_NORMAL: tl.constexpr,
+    TOP_MANTISSA: tl.constexpr, RULE: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    offsets, mask, _block, _in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(magnitude, axis=1)
+    exponent = scale_exponent(amax, EMAX, M, TOP_MANTISSA, RULE)
+    # A NaN scale makes the whole block NaN.
+    scale = tl.where(amax < 0x7F800000, power_of_two(exponent), float("nan"))
+    scaled = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
+    binade = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+    c = (binade + ((23 - M) << 23)).to(tl.float32, bitcast=True)
+    rounded = tl.minimum((scaled + c) - c, MAX_NORMAL)
+    value = (rounded * scale[:, None]).to(tl.int32, bitcast=True) | (bits & -0x80000000)
+    y = value.to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offsets, y, mask=mask)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, n, n_blocks,
+    EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr, TOP_MANTISSA: tl.constexpr,
+    RULE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    offsets, mask, block, in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+    bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(magnitude, axis=1)
+    finite = amax < 0x7F800000
+    exponent = scale_exponent(amax, EMAX, M, TOP_MANTISSA, RULE)
+    tl.store(scale_ptr + block, tl.where(finite, exponent + 127, 255).to(tl.uint8), mask=in_range)
+    scaled = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
+    LOW: tl.constexpr = (EMIN + 127) << 23
+    above = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, LOW) - LOW
+    c = above + (LOW + ((23 - M) << 23))
+    total = (scaled + c.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    # total - c counts steps; a carry out of the mantissa reaches the next binade by itself.
+    codes = tl.minimum((total - c) + (above >> (23 - M)), MAX_CODE)
+    codes = codes | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
+    codes = tl.where(finite[:, None], codes, NAN_CODE)
+    if PACKED and BITS == 4:
+        shifts = (tl.arange(0, 8) * 4)[None, None, :]
+        words = tl.sum(tl.reshape(codes, (BLOCKS, 4, 8)) << shifts, axis=2)
+        at = block[:, None] * 4 + tl.arange(0, 4)[None, :]
+        tl.store(codes_ptr.to(tl.pointer_type(tl.int32)) + at, words, mask=in_range[:, None])
+    elif PACKED and BITS == 6:
+        # Four codes make 24 bits, four of those make three words.
+        shifts = (tl.arange(0, 4) * 6)[None, None, :]
+        quads = tl.sum(tl.reshape(codes, (BLOCKS, 8, 4)) << shifts, axis=2)
+        even, odd = tl.split(tl.reshape(quads, (BLOCKS, 2, 2, 2)))
+        q0, q2 = tl.split(even)
+        q1, q3 = tl.split(odd)
+        at = block[:, None] * 6 + tl.arange(0, 2)[None, :] * 3
+        words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + at
+        tl.store(words_ptr, q0 | (q1 << 24), mask=in_range[:, None])
+        tl.store(words_ptr + 1, (q1 >> 8) | (q2 << 16), mask=in_range[:, None])
+        tl.store(words_ptr + 2, (q2 >> 16) | (q3 << 8), mask=in_range[:, None])
+    else:
+        tl.store(codes_ptr + offsets, codes.to(tl.uint8), mask=mask)
+
+
+def top_mantissa(element: ElementFormat) -> int:
+    """Mantissa bits of max_normal as in float32."""
+    bits = torch.tensor(element.max_normal, dtype=torch.float32).view(torch.int32)
+    return int(bits) & 0x7FFFFF
+
+
+def rows_of(x: Tensor) -> tuple[int, int, bool]:
+    """Length of a row, number of blocks, and whether rows end in a short block."""
+    n = x.shape[-1]
+    rows = x.numel() // n if n else 0
+    return n, rows * -(-n // BLOCK_SIZE), n % BLOCK_SIZE != 0
+
+
+def fake_quant(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule, out: Tensor | None
+) -> Tensor:
+    """See `dmx.numerics.fake_quant`; arguments are checked by the door.
+
+    The last axis is fast; another axis, or a tensor with gaps, goes through a contiguous copy.
+    """
+    element = block_format.element
+    assert element is not None
+    last = x.movedim(axis, -1).contiguous()
+    # Writing straight to `out` is safe only where it is x itself or lies apart from it.
+    apart = out is not None and (
+        out.data_ptr() == x.data_ptr()
+        or out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    )
+    direct = out is not None and apart and axis == x.ndim - 1 and out.is_contiguous()
+    target = out if direct and out is not None else torch.empty_like(last)
+    n, n_blocks, ragged = rows_of(last)
+    if n_blocks:
+        blocks, warps = FAKE_QUANT_TILE[x.element_size()]
+        with torch.cuda.device(x.device):
+            _fake_quant_kernel[(triton.cdiv(n_blocks, blocks),)](
+                last, target, n, n_blocks,
+                EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits,
+                MAX_NORMAL=element.max_normal, TOP_MANTISSA=top_mantissa(element),
+                RULE=scale_rule, RAGGED=ragged, BLOCKS=blocks,
+                num_warps=warps, enable_fp_fusion=False,
+            )  # fmt: skip
+    if direct:
+        return target
+    result = target.movedim(-1, axis)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def _launch_quantize(
+    last: Tensor, codes: Tensor, scale_codes: Tensor, element: ElementFormat,
+    scale_rule: ScaleRule, packed: bool,
+) -> None:  # fmt: skip
+    n, n_blocks, ragged = rows_of(last)
+    if not n_blocks:
+        return
+    specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
+    blocks, warps = QUANTIZE_TILE[last.element_size()]
+    options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
+    with torch.cuda.device(last.device):
+        _quantize_kernel[(triton.cdiv(n_blocks, blocks),)](
+            last, codes, scale_codes, n, n_blocks,
+            EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
+            MAX_CODE=2 ** (element.bits - 1) - 1 - specials,
+            NAN_CODE=0 if element.specials == "none" else element.nan_code,
+            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed, RAGGED=ragged,
+            BLOCKS=blocks, **options,
+        )  # fmt: skip
+
+
+def _empty_scales(last: Tensor) -> Tensor:
+    shape = (*last.shape[:-1], -(-last.shape[-1] // BLOCK_SIZE))
+    return torch.empty(shape, dtype=torch.uint8, device=last.device)
+
+
+def quantize(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+) -> MXTensor:
+    """See `dmx.numerics.quantize`; arguments are checked by the door."""
+    assert block_format.element is not None
+    last = x.movedim(axis, -1).contiguous()
+    codes = torch.empty(last.shape, dtype=torch.uint8, device=x.device)
+    scale_codes = _empty_scales(last)
+    _launch_quantize(last, codes, scale_codes, block_format.element, scale_rule, packed=False)
+    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in (codes, scale_codes))
+    return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
+
+
+def quantize_packed(
+    x: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+) -> tuple[Tensor, Tensor]:
+    """Packed codes and scales along the last axis; arguments are checked by the door."""
+    element = block_format.element
+    assert element is not None
+    last = x.contiguous()
+    if last.shape[-1] % BLOCK_SIZE:
+        # Rows that end within a word: the codes are packed in a second step.
+        quantized = quantize(x, block_format, x.ndim - 1, scale_rule)
+        return pack_codes(quantized.codes, element.bits), quantized.scale_codes
+    shape = (*last.shape[:-1], last.shape[-1] * element.bits // 8)
+    packed = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    scale_codes = _empty_scales(last)
+    _launch_quantize(last, packed, scale_codes, element, scale_rule, packed=True)
+    return packed, scale_codes

@@ -1,0 +1,161 @@
+"""Every backend equals the reference bit for bit on the shared hard inputs."""
+
+import logging
+
+import pytest
+import torch
+
+from dmx.errors import FormatError, RunError
+from dmx.formats import FAMILIES, MX_FORMATS, SCALE_RULES
+from dmx.kernels import cpu, ops
+from dmx.numerics import path_parameters
+from dmx.numerics.mx import INPUT_DTYPES
+from dmx.numerics.packing import pack_codes, unpack_codes
+from tests.cases import OFFSETS, hard_inputs
+from tests.kernels.compare import check_continuous, check_mx
+
+DEVICES = [
+    pytest.param(
+        "cpu",
+        marks=pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found"),
+    ),
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+        ],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def auto_backend(monkeypatch):
+    monkeypatch.delenv("DMX_BACKEND", raising=False)
+    ops.set_backend(None)
+    yield
+    ops.set_backend(None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("block_format", MX_FORMATS, ids=str)
+def test_mx_equals_reference(block_format, dtype, device):
+    for x in hard_inputs(dtype).values():
+        for scale_rule in SCALE_RULES:
+            check_mx(x, block_format, scale_rule, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("axis", [0, 1, 2, -2])
+def test_other_axes_equal_reference(axis, device):
+    x = hard_inputs(torch.float32)["four_axes"]
+    for dtype in INPUT_DTYPES:
+        check_mx(x.to(dtype), MX_FORMATS[0], "floor", device, axis)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=str)
+def test_continuous_equals_reference(family, dtype, device):
+    for x in hard_inputs(dtype).values():
+        for offset in OFFSETS:
+            check_continuous(x, family, offset, device)
+
+
+def test_overlapping_out_equals_reference():
+    memory = torch.randn(33, 64)
+    x, out = memory[:-1], memory[1:]
+    expected = ops.numerics.fake_quant(x.clone(), "mxfp4")
+    assert torch.equal(ops.fake_quant(x, "mxfp4", out=out), expected)
+
+
+def test_offset_gradient_does_not_depend_on_threads():
+    x, grad = torch.randn(512, 1024), torch.randn(512, 1024)
+    parameters = path_parameters(torch.tensor(0.7), "mxfp6_mxfp4")
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(ops.continuous_fake_quant_backward(grad, x, parameters)[1].item())
+    finally:
+        torch.set_num_threads(threads)
+    assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_packing_round_trip_and_layout(bits):
+    codes = torch.randint(0, 2**bits, (3, 5, 64), dtype=torch.uint8)
+    packed = pack_codes(codes, bits)
+    assert packed.shape == (3, 5, 64 * bits // 8)
+    assert torch.equal(unpack_codes(packed, bits), codes)
+    one_hot = pack_codes(torch.tensor([1, 0, 0, 0], dtype=torch.uint8), bits)
+    assert one_hot[0] == 1 and one_hot[1:].sum() == 0
+
+
+def test_packing_names_what_does_not_fit():
+    with pytest.raises(ValueError, match="groups of 4; the last axis has 6"):
+        pack_codes(torch.zeros(6, dtype=torch.uint8), 6)
+    with pytest.raises(ValueError, match="bits must be"):
+        pack_codes(torch.zeros(6, dtype=torch.uint8), 5)
+    with pytest.raises(ValueError, match="groups of 2"):
+        ops.quantize_packed(torch.zeros(2, 7), "mxfp4")
+
+
+def test_wrong_arguments_are_named():
+    x = torch.zeros(2, 32)
+    with pytest.raises(TypeError, match="float64"):
+        ops.fake_quant(x.double(), "mxfp4")
+    with pytest.raises(FormatError, match="mxfp4"):
+        ops.fake_quant(x, "mxpf4")
+    with pytest.raises(FormatError, match="scale_rule"):
+        ops.quantize(x, "mxfp4", scale_rule="flor")
+    with pytest.raises(IndexError, match="axis=2"):
+        ops.fake_quant(x, "mxfp4", axis=2)
+    with pytest.raises(ValueError, match="out must have"):
+        ops.fake_quant(x, "mxfp4", out=x.half())
+    with pytest.raises(ValueError, match="path_parameters"):
+        ops.continuous_fake_quant(x, torch.zeros(7))
+
+
+def test_backend_that_is_missing_is_an_error(monkeypatch):
+    with pytest.raises(RunError, match="backend='triton' cannot run on device 'cpu'"):
+        ops.choose_backend("cpu", "triton")
+    with pytest.raises(FormatError, match="backend='cuda'"):
+        ops.set_backend("cuda")
+    monkeypatch.setenv("DMX_BACKEND", "reference")
+    assert ops.actual_backend("cpu") == "reference"
+    ops.set_backend("auto")
+    assert ops.choose_backend("cpu", "reference") == "reference"
+
+
+def test_no_compiler_is_said_on_auto_and_an_error_on_request(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    ops._choose.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"reference backend .requested=auto.*no C\+\+"):
+            assert ops.choose_backend("cpu") == "reference"
+        with pytest.raises(RunError, match="DMX_BACKEND=reference"):
+            ops.choose_backend("cpu", "cpp")
+    finally:
+        ops._choose.cache_clear()
+
+
+def test_backend_is_said_once(caplog):
+    ops._choose.cache_clear()
+    with caplog.at_level(logging.INFO, "dmx.kernels.ops"):
+        ops.choose_backend("cpu")
+        ops.choose_backend("cpu")
+    assert [r.message.split(" (")[0] for r in caplog.records if "backend on" in r.message] == [
+        f"backend on cpu: {ops.choose_backend('cpu')}"
+    ]
+
+
+@pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
+def test_failed_build_shows_the_compiler(monkeypatch, tmp_path):
+    broken = tmp_path / "cpu.cpp"
+    broken.write_text("int main() { return undeclared; }")
+    monkeypatch.setattr(cpu, "SOURCE", broken)
+    monkeypatch.setenv("DMX_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RunError, match=r"(?s)undeclared.*DMX_BACKEND=reference"):
+        cpu.load_library.__wrapped__()
