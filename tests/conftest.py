@@ -1,0 +1,97 @@
+"""Shared by all tests: thread limit, devices, seeded randomness, tiny models, local data."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dmx.models import LoadedModel, ModelConfig, TinyConfig, load_model
+
+torch.set_num_threads(1)  # workers side by side would fight over the cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, none is here")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def dmx_data() -> Path:
+    """The folder of local data sets."""
+    if not os.environ.get("DMX_DATA"):
+        pytest.skip("needs local copies of the data sets: set DMX_DATA to their folder")
+    return Path(os.environ["DMX_DATA"])
+
+
+@pytest.fixture
+def no_dmx_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DMX_DATA", raising=False)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The hub is out of reach, whatever this machine can reach."""
+    from dmx.hub import hub_is_reachable
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub_is_reachable.cache_clear()
+    yield
+    hub_is_reachable.cache_clear()
+
+
+MakeTiny = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="session")
+def _tiny_models() -> dict[str, LoadedModel]:
+    return {}
+
+
+@pytest.fixture
+def make_tiny(_tiny_models: dict[str, LoadedModel]) -> MakeTiny:
+    """make_tiny("qwen3", train_steps=100, hidden_size=32): a model of the test's own, on CPU.
+
+    Made (and trained) once a session for equal arguments; each call returns a fresh copy.
+    """
+
+    def make(architecture: str = "llama", dtype: str = "float32", **tiny: int) -> LoadedModel:
+        key = f"{architecture} {dtype} {sorted(tiny.items())}"
+        if key not in _tiny_models:
+            config = TinyConfig(architecture=architecture, **tiny)
+            _tiny_models[key] = load_model(
+                ModelConfig(id=f"tiny_{architecture}", dtype=dtype, tiny=config)
+            )
+        kept = _tiny_models[key]
+        return LoadedModel(copy.deepcopy(kept.model), kept.tokenizer, dict(kept.provenance))
+
+    return make
+
+
+@pytest.fixture
+def tiny_random(make_tiny: MakeTiny) -> LoadedModel:
+    """Random weights: for plumbing."""
+    return make_tiny("llama")
+
+
+@pytest.fixture
+def tiny_trained(make_tiny: MakeTiny) -> LoadedModel:
+    """Trained for a few seconds: its layers differ in how much a format hurts."""
+    return make_tiny("llama", train_steps=300)
