@@ -35,7 +35,7 @@ def list_batches(batches: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
         raise DataError(f"batches of shape {(rows, length)} predict nothing: use length >= 2")
     config = getattr(model, "config", None)
     if config is not None:
-        check_tokens(torch.stack(listed), config.vocab_size)
+        check_tokens(torch.cat([b.flatten() for b in listed]), config.vocab_size)
         check_window(length, getattr(config, "max_position_embeddings", None))
     return listed
 
