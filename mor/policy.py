@@ -90,21 +90,32 @@ def signed_threshold(config: MorConfig, name: str) -> float:
     return -threshold if config.metric == "sqnr" else threshold
 
 
-def quantize(x: Tensor, config: MorConfig) -> MorTensor:
+def quantize(x: Tensor, config: MorConfig, *, frozen: Tensor | None = None) -> MorTensor:
     """Decide on x and apply the decision; without autograd.
 
     Args:
         x: fp32, bf16 or fp16, any shape, also empty or non-contiguous.
+        frozen: an earlier decision to apply in place of a new one; what is not finite still goes
+            to BF16.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: another dtype. ValueError: frozen has another shape than the decision.
     """
     check_input(x)
     x = x.detach()
-    return _quantize_tensor(x, config) if config.policy == "tensor" else _quantize_blocks(x, config)
+    of_policy = _quantize_tensor if config.policy == "tensor" else _quantize_blocks
+    return of_policy(x, config, frozen)
 
 
-def _quantize_tensor(x: Tensor, config: MorConfig) -> MorTensor:
+def _check_frozen(frozen: Tensor, expected: torch.Size) -> None:
+    if frozen.shape != expected:
+        raise ValueError(
+            f"frozen must have the shape of the decision, {tuple(expected)}, got "
+            f"{tuple(frozen.shape)}; decide again after a change of shape"
+        )
+
+
+def _quantize_tensor(x: Tensor, config: MorConfig, frozen: Tensor | None) -> MorTensor:
     shape = parse_partition(config.partition)
     blocks = to_blocks(to_matrix(x).float(), shape)
     amax = block_amax(blocks)
@@ -117,8 +128,12 @@ def _quantize_tensor(x: Tensor, config: MorConfig) -> MorTensor:
     first = tries[config.formats[0]][0] if tries else rounded
     decision = torch.full((), BF16_INDEX, dtype=torch.uint8, device=x.device)
     # From the end of the ladder to its start: the earliest format that is accepted wins.
+    finite = amax.isfinite().all()
     for name, (y, error) in reversed(tries.items()):
         accepted = error < signed_threshold(config, name)
+        if frozen is not None:
+            _check_frozen(frozen, decision.shape)
+            accepted = (frozen == FORMATS.index(name)) & finite
         values = torch.where(accepted, from_blocks(y, x).to(x.dtype), values)
         decision = torch.where(accepted, FORMATS.index(name), decision).to(torch.uint8)
     errors = [error for _, error in tries.values()]
@@ -131,7 +146,7 @@ def _quantize_tensor(x: Tensor, config: MorConfig) -> MorTensor:
     )
 
 
-def _quantize_blocks(x: Tensor, config: MorConfig) -> MorTensor:
+def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> MorTensor:
     shape = parse_partition(config.partition)
     blocks = to_blocks(to_matrix(x).float(), shape)
     amax = block_amax(blocks)
@@ -150,6 +165,9 @@ def _quantize_blocks(x: Tensor, config: MorConfig) -> MorTensor:
         in_range = amax.double() <= E5M2_RANGE * smallest.double()
         decision = torch.where(in_range, E5M2_INDEX, decision)
     decision = torch.where((error_e4m3 < error_e5m2) | (counts == 0), E4M3_INDEX, decision)
+    if frozen is not None:
+        _check_frozen(frozen, decision.shape)
+        decision = frozen
     decision = torch.where(amax.isfinite(), decision, BF16_INDEX).to(torch.uint8)
     wide = spread(decision)
     rounded = to_blocks(to_matrix(round_to_bf16(x)).float(), shape)

@@ -1,0 +1,1 @@
+"""Fast forms of `mor.fp8`, same names, same results."""

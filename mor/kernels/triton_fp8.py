@@ -1,0 +1,148 @@
+"""Triton kernels of `mor.fp8`: largest magnitude, cast (also transposed), cast with error.
+
+One read of x for amax and one for the cast; the error comes out of the cast's registers. Sums go
+through a partial result per tile in a fixed order, so two runs agree to the bit.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mor.config import ELEMENTS
+from mor.scaling import MAX_SCALE
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_AMAX_BLOCK = 8192
+_TILE_ROWS, _TILE_COLUMNS = 64, 128
+_REDUCE_BLOCK = 1024
+
+
+@triton.jit
+def _amax_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):
+    # A program strides over the tensor, so the number of partials does not grow with it.
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for base in range(start, n, step):
+        index = base + tl.arange(0, BLOCK)
+        x = tl.abs(tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32))
+        # The comparison is false for NaN too, which max would drop.
+        x = tl.where(x < float("inf"), x, float("inf"))
+        largest = tl.maximum(largest, x)
+    tl.store(partial_ptr + tl.program_id(0), tl.max(largest, 0))
+
+
+@triton.jit
+def _scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
+    top = tl.full((), TOP, tl.float32)
+    scale = tl.minimum(tl.div_rn(top, tl.where(amax > 0, amax, top)), MAX_SCALE)
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _cast_kernel(
+    x_ptr, amax_ptr, codes_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns, row_stride,
+    column_stride, TOP: tl.constexpr, MAX_SCALE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tile_row, tile_column = tl.program_id(0), tl.program_id(1)
+    amax = tl.load(amax_ptr)
+    scale = _scale(amax, TOP, MAX_SCALE)
+    if (tile_row == 0) & (tile_column == 0):
+        tl.store(scales_ptr, scale)
+        tl.store(scales_ptr + 1, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
+    row = (tile_row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    source = x_ptr + row[:, None] * row_stride + column[None, :] * column_stride
+    x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    codes = (x * scale).to(codes_ptr.dtype.element_ty)
+    if TRANSPOSED:
+        target = codes_ptr + column[:, None] * rows + row[None, :]
+        tl.store(target, tl.trans(codes), mask=(column < columns)[:, None] & (row < rows)[None, :])
+    else:
+        tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=mask)
+    if MEASURED:
+        y = tl.div_rn(codes.to(tl.float32), tl.zeros_like(x) + scale)
+        size = tl.abs(x)
+        error = tl.where(size > 0, tl.div_rn(tl.abs(x - y), tl.where(size > 0, size, 1.0)), 0.0)
+        tile = tile_row * tl.num_programs(1) + tile_column
+        tl.store(sum_ptr + tile, tl.sum(tl.sum(error, 1), 0))
+        tl.store(count_ptr + tile, tl.sum(tl.sum((size > 0).to(tl.int32), 1), 0))
+
+
+@triton.jit
+def _mean_kernel(sum_ptr, count_ptr, amax_ptr, error_ptr, n, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.float64)
+    count = tl.zeros((BLOCK,), tl.int64)
+    for base in range(0, n, BLOCK):
+        index = base + tl.arange(0, BLOCK)
+        total += tl.load(sum_ptr + index, mask=index < n, other=0.0).to(tl.float64)
+        count += tl.load(count_ptr + index, mask=index < n, other=0).to(tl.int64)
+    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1).to(tl.float64)
+    finite = tl.load(amax_ptr) < float("inf")
+    tl.store(error_ptr, tl.where(finite, mean, float("inf")))
+
+
+def amax(x: Tensor) -> Tensor:
+    """See `mor.fp8.amax`; x is not empty."""
+    flat = _dense(x)
+    programs = min(triton.cdiv(flat.numel(), _AMAX_BLOCK), _REDUCE_BLOCK)
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _amax_kernel[(programs,)](flat, partial, flat.numel(), BLOCK=_AMAX_BLOCK, num_warps=8)
+    return partial.amax(0, keepdim=True)
+
+
+def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales; see `mor.fp8.cast`."""
+    rows, columns = x.shape
+    codes = _codes(x, format, (columns, rows) if transposed else (rows, columns))
+    scales = torch.empty(2, dtype=torch.float32, device=x.device)
+    _launch(x, largest, format, codes, scales, None, transposed)
+    return codes, scales
+
+
+def cast_and_measure(x: Tensor, largest: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and mean relative error ((1,) float64); see `mor.fp8.cast_and_measure`."""
+    codes = _codes(x, format, x.shape)
+    scales = torch.empty(2, dtype=torch.float32, device=x.device)
+    tiles = triton.cdiv(x.shape[0], _TILE_ROWS) * triton.cdiv(x.shape[1], _TILE_COLUMNS)
+    sums = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    error = torch.empty(1, dtype=torch.float64, device=x.device)
+    _launch(x, largest, format, codes, scales, (sums, counts), False)
+    _mean_kernel[(1,)](sums, counts, largest, error, tiles, BLOCK=_REDUCE_BLOCK, num_warps=8)
+    return codes, scales, error
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x in some contiguous order: for a maximum a transposed matrix need not be copied."""
+    return x.t() if x.ndim == 2 and x.t().is_contiguous() else x.contiguous()
+
+
+def _codes(x: Tensor, format: str, shape: Any) -> Tensor:
+    return torch.empty(shape, dtype=FLOAT8[format], device=x.device)
+
+
+def _launch(
+    x: Tensor,
+    largest: Tensor,
+    format: str,
+    codes: Tensor,
+    scales: Tensor,
+    partials: tuple[Tensor, Tensor] | None,
+    transposed: bool,
+) -> None:
+    rows, columns = x.shape
+    sums, counts = partials if partials is not None else (scales, scales)
+    grid = (triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS))
+    _cast_kernel[grid](
+        x, largest, codes, scales, sums, counts, rows, columns, x.stride(0), x.stride(1),
+        TOP=ELEMENTS[format].max_normal, MAX_SCALE=MAX_SCALE, TRANSPOSED=transposed,
+        MEASURED=partials is not None, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=8,
+    )  # fmt: skip

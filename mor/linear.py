@@ -1,0 +1,541 @@
+"""`MorLinear`: a linear layer whose six operands are FP8 where that is good enough.
+
+    forward       out         (T, O) = input (T, I)        @ weight (O, I).T
+    grad_input    grad_input  (T, I) = grad_output (T, O)  @ weight_transposed (I, O).T
+    grad_weight   grad_weight (O, I) = grad_output_transposed (O, T) @ input_transposed (I, T).T
+
+A product runs in FP8 only if both operands were accepted; otherwise both enter in BF16, the
+accepted one as its dequantized value. Two paths:
+
+Tensor path (policy and partition tensor): the host must know the decision to choose the product.
+A pass (forward, backward) waits for the device at most once: all its errors travel in one copy,
+and while they travel the product that the last decision would choose is already running; it is
+thrown away where the decision turns out otherwise. Between refreshes nothing waits. On Hopper and
+newer accepted operands really go through `torch._scaled_mm`. An operand and its transpose share
+scale and decision, so the backward pass takes those of input and weight over from the forward.
+
+General path (blocks, rows, columns): no hardware form, emulated with the values that the policy
+gives: one computation whether a product counts as FP8 or BF16, so nothing waits.
+
+Both are custom operators (`mor::linear_forward`, `mor::linear_backward`), opaque to torch.compile.
+Under activation checkpointing the second forward decides alike and counts nothing. Decisions and
+counters advance in training mode only.
+
+Source: MoR, arXiv 2512.22804. Speculation, `refresh_every` and the sharing are ours.
+"""
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mor import fp8
+from mor._base import adopt, check_input, put_back, replace_layers
+from mor.config import BF16_INDEX, FORMATS, MorConfig, MorError
+from mor.fp8 import Fp8
+from mor.partition import parse_partition
+from mor.policy import quantize, round_to_bf16, signed_threshold
+from mor.statistics import LayerState, layer_states, state_of
+
+# Layout of the small CPU tensor that a forward pass hands to its backward pass.
+_INPUT, _WEIGHT, _DECIDING, _COUNTING = range(4)
+_ORIGINALS = "_mor_originals"
+FAST_ACCUMULATION = {"forward": True, "grad_input": False, "grad_weight": False}
+"""As torchao's float8 training: gradients keep full accumulation."""
+
+
+class MorLinear(nn.Linear):
+    """`nn.Linear` with MoR in its three products; same Parameters and state_dict keys."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, config: MorConfig,
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self._set_config(config)
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear, config: MorConfig) -> "MorLinear":
+        """A MorLinear around the very Parameters of `linear`."""
+        layer = adopt(cls, linear)
+        layer._set_config(config)
+        return layer
+
+    def _set_config(self, config: MorConfig) -> None:
+        self.config = config
+        self.state = LayerState(config)
+        self.handle = self.state.handle
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies and unpickled layers decide and count for themselves.
+        super().__setstate__(state)
+        self._set_config(self.config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features).
+
+        Raises:
+            TypeError: x is not fp32, bf16 or fp16, or x and weight differ outside autocast.
+            MorError: products=real on a device without FP8 products.
+        """
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = bias if bias is None else bias.to(dtype)
+        check_input(x)
+        if x.dtype != weight.dtype:
+            raise TypeError(
+                f"x is {x.dtype}, weight is {weight.dtype}; cast one of them or use torch.autocast"
+            )
+        matrix = x.reshape(-1, x.shape[-1])
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"x has {x.shape[-1]} features in its last axis, the layer takes {self.in_features}"
+            )
+        out = torch.ops.mor.linear_forward(matrix, weight, self.handle, self.training)[0]
+        out = out.reshape(*x.shape[:-1], self.out_features)
+        return out if bias is None else out + bias
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{super().extra_repr()}, policy={c.policy}, partition={c.partition}"
+
+
+# ---------------------------------------------------------------- the tensor path
+
+
+def _is_tensor_path(config: MorConfig) -> bool:
+    return config.policy == "tensor" and config.partition == "tensor"
+
+
+def _uses_hardware(config: MorConfig, device: torch.device) -> bool:
+    available = fp8.has_fp8_products(device)
+    if config.products == "real" and not available:
+        raise MorError(
+            f"mor.products=real, but {device.type} has no FP8 matrix products (compute capability "
+            "8.9 or higher). Set mor.products=auto or emulated."
+        )
+    return available and config.products != "emulated"
+
+
+class _Trial:
+    """An operand with its casts to every FP8 format of the ladder, errors still on the device."""
+
+    def __init__(self, x: Tensor, config: MorConfig, held: str | None) -> None:
+        """held: the decision to keep; None decides anew."""
+        self.x, self.largest, self.held = x, fp8.amax(x), held
+        self.casts: dict[str, Fp8] = {}
+        self.errors: list[Tensor] = []
+        if held is None:
+            for name in config.fp8_formats:
+                cast, error = fp8.cast_and_measure(x, self.largest, name, config.metric)
+                self.casts[name] = cast
+                self.errors.append(error)
+        elif held != "bf16":
+            self.casts[held] = fp8.cast(x, self.largest, held)
+
+    def choose(self, errors: list[float], config: MorConfig) -> str:
+        """First format of the ladder whose error is below its threshold."""
+        for name, error in zip(config.fp8_formats, errors, strict=True):
+            if error < signed_threshold(config, name):
+                return name
+        return "bf16"
+
+
+class _Fetch:
+    """Errors of several trials on their way to the host; `wait` is the pass's one wait."""
+
+    def __init__(self, errors: list[Tensor]) -> None:
+        self.values, self.event = torch.empty(0), None
+        if not errors:
+            return
+        packed = torch.cat(errors)
+        if packed.is_cuda:
+            self.values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self.values.copy_(packed, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        else:
+            self.values = packed
+
+    def wait(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.values.tolist()
+
+
+class _Operand:
+    """One side of a product: FP8 if `codes`, else values that enter in BF16."""
+
+    def __init__(self, x: Tensor, largest: Tensor, format: str, cast: Fp8 | None, turned: bool):
+        self.x, self.largest, self.format, self.cast, self.turned = x, largest, format, cast, turned
+
+    def fp8(self) -> Fp8:
+        """Codes in the product's orientation, contiguous."""
+        if self.cast is None:
+            self.cast = fp8.cast(self.x, self.largest, self.format, transposed=self.turned)
+        return self.cast
+
+    def dense(self) -> Tensor:
+        """Values in BF16: dequantized if accepted."""
+        if self.format != "bf16":
+            return self.fp8().dequantize(torch.bfloat16)
+        values = self.x.to(torch.bfloat16)
+        return values.t() if self.turned else values
+
+    @property
+    def rows(self) -> int:
+        return self.x.shape[1] if self.turned else self.x.shape[0]
+
+
+def _multiply(
+    product: str, a: _Operand, b: _Operand, config: MorConfig, dtype: torch.dtype
+) -> tuple[Tensor, str]:
+    """a @ b.T and how it was executed."""
+    if "bf16" in (a.format, b.format):
+        return fp8.bf16_product(a.dense(), b.dense(), dtype), "bf16"
+    columns = a.x.shape[0] if a.turned else a.x.shape[1]
+    real = _uses_hardware(config, a.x.device) and fp8.fits_hardware(
+        a.format, b.format, a.rows, b.rows, columns
+    )
+    if not real:
+        return fp8.emulated_product(a.fp8(), b.fp8(), dtype), "fp8_emulated"
+    fast = FAST_ACCUMULATION[product]
+    return fp8.real_product(a.fp8(), b.fp8(), dtype, fast_accumulation=fast), "fp8"
+
+
+def _tensor_forward(
+    x: Tensor, weight: Tensor, state: LayerState, deciding: bool, counting: bool
+) -> tuple[Tensor, Tensor, list[str]]:
+    config = state.config
+    held = [None if deciding else state.formats.get(name) for name in ("input", "weight")]
+    trials = [_Trial(x, config, held[0]), _Trial(weight, config, held[1])]
+    fetch = _Fetch([error for trial in trials for error in trial.errors])
+
+    def product(formats: list[str]) -> tuple[Tensor, str]:
+        a, b = (
+            _Operand(t.x, t.largest, name, t.casts.get(name), False)
+            for t, name in zip(trials, formats, strict=True)
+        )
+        return _multiply("forward", a, b, config, x.dtype)
+
+    likely = [state.formats.get(name, config.formats[0]) for name in ("input", "weight")]
+    out, execution = product(likely)
+    formats, errors = _decided(trials, fetch, config)
+    if formats != likely:
+        out, execution = product(formats)
+    if counting:
+        for i, name in enumerate(("input", "weight")):
+            state.formats[name] = formats[i]
+            _count(state, name, trials[i].x, formats[i], errors[i], config)
+        state.count_product("forward", execution)
+    return out, torch.cat([t.largest for t in trials]), formats
+
+
+def _decided(
+    trials: list[_Trial], fetch: _Fetch, config: MorConfig
+) -> tuple[list[str], list[list[float]]]:
+    """Formats and errors of the trials; held ones have no errors."""
+    arrived = iter(fetch.wait())
+    errors = [[next(arrived) for _ in trial.errors] for trial in trials]
+    formats = [
+        trial.held if trial.held is not None else trial.choose(e, config)
+        for trial, e in zip(trials, errors, strict=True)
+    ]
+    return formats, errors
+
+
+def _count(
+    state: LayerState, operand: str, x: Tensor, format: str, errors: list[float], config: MorConfig
+) -> None:
+    # The column of relative errors stays empty under another metric.
+    is_measured = bool(errors) and config.metric == "relative_error"
+    finite = not errors or errors[0] != float("inf")
+    state.count_operand(operand, format, x.numel(), errors[0] if is_measured else None, finite)
+
+
+def _tensor_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: list[int], state: LayerState,
+    need_input: bool, need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    config, counting = state.config, bool(meta[_COUNTING])
+    input_format, weight_format = FORMATS[meta[_INPUT]], FORMATS[meta[_WEIGHT]]
+    held = None if meta[_DECIDING] else state.formats.get("grad_output")
+    trial = _Trial(grad, config, held)
+    fetch = _Fetch(trial.errors)
+    turned_weight = _Operand(weight, largest[1:], weight_format, None, True)
+    turned_input = _Operand(x, largest[:1], input_format, None, True)
+
+    def grad_input(format: str) -> tuple[Tensor, str]:
+        a = _Operand(grad, trial.largest, format, trial.casts.get(format), False)
+        return _multiply("grad_input", a, turned_weight, config, grad.dtype)
+
+    def grad_weight(format: str) -> tuple[Tensor, str]:
+        a = _Operand(grad, trial.largest, format, None, True)
+        return _multiply("grad_weight", a, turned_input, config, grad.dtype)
+
+    # One of the two runs while the errors travel.
+    first = grad_input if need_input else grad_weight
+    likely = state.formats.get("grad_output", config.formats[0])
+    result = first(likely)
+    formats, errors = _decided([trial], fetch, config)
+    if formats[0] != likely:
+        result = first(formats[0])
+    by_input = result if need_input else None
+    by_weight = (grad_weight(formats[0]) if need_input else result) if need_weight else None
+    if counting:
+        state.formats["grad_output"] = formats[0]
+        if by_input is not None:
+            _count(state, "grad_output", grad, formats[0], errors[0], config)
+            _count(state, "weight_transposed", weight, weight_format, [], config)
+            state.count_product("grad_input", by_input[1])
+        if by_weight is not None:
+            _count(state, "grad_output_transposed", grad, formats[0], errors[0], config)
+            _count(state, "input_transposed", x, input_format, [], config)
+            state.count_product("grad_weight", by_weight[1])
+    return by_input[0] if by_input else None, by_weight[0] if by_weight else None
+
+
+# ---------------------------------------------------------------- the general path
+
+
+def _general_product(
+    product: str, operands: dict[str, Tensor], state: LayerState, deciding: bool, counting: bool
+) -> Tensor:
+    """Product of (M, K) and (N, K), each as the policy gives it; dtype of the first."""
+    results = {}
+    for name, x in operands.items():
+        frozen = None if deciding else state.frozen.get(name)
+        if frozen is not None and frozen.ndim and frozen.shape != _grid(x, state.config):
+            frozen = None  # another number of tokens: the blocks are others
+        results[name] = x, quantize(x, state.config, frozen=frozen), frozen is None
+        if counting:
+            state.frozen[name] = results[name][1].decision
+    if counting:
+        state.count_on_device(product, results)
+    left, right = (result for _, result, _ in results.values())
+    a, b = left.values, right.values
+    if state.config.policy == "tensor" and a.dtype != torch.bfloat16:
+        enters_bf16 = (left.decision == BF16_INDEX) | (right.decision == BF16_INDEX)
+        a, b = (torch.where(enters_bf16, round_to_bf16(v), v) for v in (a, b))
+    return a @ b.t()
+
+
+def _grid(x: Tensor, config: MorConfig) -> torch.Size:
+    rows, columns = parse_partition(config.partition).of(x)
+    return torch.Size((-(-x.shape[0] // rows), -(-x.shape[1] // columns)))
+
+
+# ---------------------------------------------------------------- the operators
+
+
+@torch.library.custom_op("mor::linear_forward", mutates_args=())
+def linear_forward(
+    x: Tensor, weight: Tensor, handle: int, training: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, I) @ weight (O, I).T; also both amax ((2,) float32) and the pass's meta (CPU)."""
+    state = state_of(handle)
+    # Inside the autograd engine a forward pass is a recomputation: same decisions, no counting.
+    counting = training and torch._C._current_graph_task_id() == -1
+    every = state.config.refresh_every
+    if counting:
+        state.is_deciding = state.passes % every == 0
+        state.passes += 1
+    deciding = every == 1 or (counting and state.is_deciding)
+    with torch.autocast(x.device.type, enabled=False):
+        if _is_tensor_path(state.config):
+            out, largest, formats = _tensor_forward(x, weight, state, deciding, counting)
+        else:
+            operands = {"input": x, "weight": weight}
+            out = _general_product("forward", operands, state, deciding, counting)
+            largest, formats = x.new_zeros(2, dtype=torch.float32), ["bf16", "bf16"]
+    meta = [*map(FORMATS.index, formats), int(every == 1 or state.is_deciding), int(training)]
+    return out, largest, torch.tensor(meta, dtype=torch.uint8)
+
+
+@linear_forward.register_fake
+def _(x: Tensor, weight: Tensor, handle: int, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    return out, x.new_empty(2, dtype=torch.float32), torch.empty(4, dtype=torch.uint8, device="cpu")
+
+
+@torch.library.custom_op("mor::linear_backward", mutates_args=())
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
+    need_input: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients by x and weight; one that is not needed is empty."""
+    state, flags = state_of(handle), meta.tolist()
+    with torch.autocast(grad.device.type, enabled=False):
+        if _is_tensor_path(state.config):
+            by_input, by_weight = _tensor_backward(
+                grad, x, weight, largest, flags, state, need_input, need_weight
+            )
+        else:
+            deciding, counting = bool(flags[_DECIDING]), bool(flags[_COUNTING])
+            by_input = by_weight = None
+            if need_input:
+                operands = {"grad_output": grad, "weight_transposed": weight.t()}
+                by_input = _general_product("grad_input", operands, state, deciding, counting)
+            if need_weight:
+                operands = {"grad_output_transposed": grad.t(), "input_transposed": x.t()}
+                by_weight = _general_product("grad_weight", operands, state, deciding, counting)
+    empty = grad.new_empty(0)
+    return (
+        empty if by_input is None else by_input,
+        grad.new_empty(0) if by_weight is None else by_weight,
+    )
+
+
+@linear_backward.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
+    need_input: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    by_input = grad.new_empty(x.shape) if need_input else grad.new_empty(0)
+    return by_input, grad.new_empty(weight.shape) if need_weight else grad.new_empty(0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, ctx.handle, _ = inputs
+    _, largest, meta = output
+    ctx.save_for_backward(x, weight, largest, meta)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    x, weight, largest, meta = ctx.saved_tensors
+    need_input, need_weight = ctx.needs_input_grad[:2]
+    by_input, by_weight = torch.ops.mor.linear_backward(
+        grad, x, weight, largest, meta, ctx.handle, need_input, need_weight
+    )
+    return by_input if need_input else None, by_weight if need_weight else None, None, None
+
+
+linear_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+# ---------------------------------------------------------------- into a model and out again
+
+
+def swap_linears(
+    model: nn.Module,
+    config: MorConfig,
+    *,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+) -> nn.Module:
+    """Replace linear layers by `MorLinear` around the same Parameters, in place.
+
+    Args:
+        include: globs of layer names; None = all but the output embedding, which the paper
+            leaves in BF16.
+        exclude: globs of layer names to leave alone.
+
+    Returns:
+        The model.
+
+    Raises:
+        MorError: a pattern matches no linear layer, nothing is left, or the model has MoR already.
+    """
+    linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
+    if _ORIGINALS in model.__dict__ or any(isinstance(m, MorLinear) for m in model.modules()):
+        raise MorError(
+            "the model has MorLinear layers already; call mor.restore_linears(model) first"
+        )
+    if include is None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        chosen = {n for n, m in linears.items() if m is not head}
+    else:
+        chosen = _matching(linears, include, "include")
+    chosen -= _matching(linears, exclude, "exclude")
+    if not chosen:
+        raise MorError(
+            f"include={include!r} and exclude={exclude!r} leave no linear layer of "
+            f"{len(linears)}; loosen them"
+        )
+
+    def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+        return MorLinear.wrap(linear, config) if name in chosen else None
+
+    object.__setattr__(model, _ORIGINALS, replace_layers(model, make))
+    return model
+
+
+def _matching(linears: dict[str, nn.Linear], patterns: Iterable[str], setting: str) -> set[str]:
+    if isinstance(patterns, str):
+        patterns = (patterns,)
+    found: set[str] = set()
+    for pattern in patterns:
+        names = fnmatch.filter(linears, pattern)
+        if not names:
+            raise MorError(
+                f"{setting}={pattern!r} matches no linear layer. Layers: "
+                f"{', '.join(list(linears)[:8])}{', ...' if len(linears) > 8 else ''}."
+            )
+        found.update(names)
+    return found
+
+
+def restore_linears(model: nn.Module) -> nn.Module:
+    """Put the nn.Linear layers back; they hold the trained Parameters.
+
+    Raises:
+        MorError: `swap_linears` was not called on this model.
+    """
+    if _ORIGINALS not in model.__dict__:
+        raise MorError("mor.swap_linears was not called on this model; nothing to restore")
+    put_back(model, model.__dict__.pop(_ORIGINALS))
+    return model
+
+
+def decision_state(model: nn.Module) -> dict[str, Any]:
+    """What a resumed run needs to decide as this one would: held decisions, passes, counters."""
+    return {
+        name: {
+            "passes": s.passes,
+            "is_deciding": s.is_deciding,
+            "formats": dict(s.formats),
+            "frozen": {k: v.cpu() for k, v in s.frozen.items()},
+            "host": torch.from_numpy(s.host.copy()),
+            "device": None if s.device is None else s.device.cpu(),
+        }
+        for name, s in layer_states(model).items()
+    }
+
+
+def load_decision_state(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Inverse of `decision_state`.
+
+    Raises:
+        MorError: the layers are others.
+    """
+    states = layer_states(model)
+    if set(states) != set(saved):
+        different = sorted(set(states) ^ set(saved))[:4]
+        raise MorError(f"the saved decisions are for other layers, for example {different}")
+    for name, module in model.named_modules():
+        if name not in states:
+            continue
+        state, entry = states[name], saved[name]
+        device = next(module.parameters()).device
+        state.passes, state.is_deciding = entry["passes"], entry["is_deciding"]
+        state.formats = dict(entry["formats"])
+        state.frozen = {k: v.to(device) for k, v in entry["frozen"].items()}
+        state.host[:] = entry["host"].numpy()
+        state.device = None if entry["device"] is None else entry["device"].to(device)
+
+
+__all__ = [
+    "MorLinear",
+    "decision_state",
+    "load_decision_state",
+    "restore_linears",
+    "swap_linears",
+]
