@@ -209,9 +209,28 @@ void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format&
   });
 }
 
+// Codes of a whole block as bytes; layouts as in dmx.numerics.packing. 4 * bits bytes.
+inline void pack(const uint8_t* codes, int bits, uint8_t* to) {
+  if (bits == 8) {
+    std::memcpy(to, codes, kBlock);
+  } else if (bits == 4) {
+    uint8_t bytes[kBlock / 2];
+    for (int i = 0; i < kBlock / 2; ++i)
+      bytes[i] = uint8_t(codes[2 * i] | (codes[2 * i + 1] << 4));
+    std::memcpy(to, bytes, sizeof bytes);
+  } else {
+    for (int i = 0; i < kBlock / 4; ++i) {
+      const uint8_t* c = codes + 4 * i;
+      const uint32_t word = c[0] | (c[1] << 6) | (c[2] << 12) | (uint32_t(c[3]) << 18);
+      for (int k = 0; k < 3; ++k) to[3 * i + k] = uint8_t(word >> (8 * k));
+    }
+  }
+}
+
+// packed_bits: 8 for a byte a code; 4 or 6 pack, and then rows hold whole blocks only.
 template <class T>
 void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows, int64_t n,
-              const Format& f, int threads) {
+              const Format& f, int packed_bits, int threads) {
   using Storage = typename T::Storage;
   const Storage* from = static_cast<const Storage*>(x);
   const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
@@ -221,7 +240,8 @@ void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows,
     else T::load(Padded<T>(from + offset, count).values, bits);
     const uint32_t amax = largest_magnitude(bits);
     if (amax >= kInf) {
-      std::memset(codes + offset, f.nan_code, count);
+      // Formats of 4 and 6 bits have no NaN code: zeros, packed or not.
+      std::memset(codes + offset * packed_bits / 8, f.nan_code, count * packed_bits / 8);
       scale_codes[block] = 255;
       return;
     }
@@ -238,7 +258,8 @@ void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows,
       code = code < f.max_code ? code : f.max_code;
       result[i] = uint8_t(code | int32_t((bits[i] >> 31) << f.sign_shift));
     }
-    std::memcpy(codes + offset, result, count);
+    if (count == kBlock) pack(result, packed_bits, codes + offset * packed_bits / 8);
+    else std::memcpy(codes + offset, result, count);
   });
 }
 
@@ -386,9 +407,9 @@ void dmx_fake_quant(int dtype, const void* x, void* out, int64_t rows, int64_t n
 }
 
 void dmx_quantize(int dtype, const void* x, void* codes, void* scale_codes, int64_t rows, int64_t n,
-                  const Format* f, int threads) {
-  DMX_DISPATCH(dtype, quantize, x, static_cast<uint8_t*>(codes),
-               static_cast<uint8_t*>(scale_codes), rows, n, *f, threads)
+                  const Format* f, int packed_bits, int threads) {
+  DMX_DISPATCH(dtype, quantize, x, static_cast<uint8_t*>(codes), static_cast<uint8_t*>(scale_codes),
+               rows, n, *f, packed_bits, threads)
 }
 
 void dmx_continuous(int dtype, const void* x, void* out, int64_t rows, int64_t n, const Path* path,

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
+from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS
 from dmx.numerics.mx import MXTensor
+from dmx.numerics.packing import pack_codes
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Contraction into fused multiply-adds would change bits.
@@ -122,7 +124,7 @@ def load_library() -> ctypes.CDLL:
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     shape = [count, count]
     library.dmx_fake_quant.argtypes = [number, pointer, pointer, *shape, pointer, number]
-    library.dmx_quantize.argtypes = [number, pointer, pointer, pointer, *shape, pointer, number]
+    library.dmx_quantize.argtypes = [number, *[pointer] * 3, *shape, pointer, number, number]
     library.dmx_continuous.argtypes = [number, pointer, pointer, *shape, pointer, number]
     library.dmx_continuous_backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
     for function in ("fake_quant", "quantize", "continuous", "continuous_backward"):
@@ -130,19 +132,8 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _rows(x: Tensor) -> tuple[int, int]:
-    n = x.shape[-1]
-    return (x.numel() // n if n else 0), n
-
-
 def _threads(x: Tensor) -> int:
     return max(1, min(torch.get_num_threads(), x.numel() // MIN_ELEMENTS_PER_THREAD))
-
-
-def _overlap(x: Tensor, out: Tensor) -> bool:
-    """Whether they share memory without being the same values at the same place."""
-    shared = x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
-    return shared and x.data_ptr() != out.data_ptr()
 
 
 def fake_quant(
@@ -151,10 +142,11 @@ def fake_quant(
     """See `dmx.numerics.fake_quant`; arguments are checked by the door."""
     assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
-    direct = out is not None and axis == x.ndim - 1 and out.is_contiguous() and not _overlap(x, out)
+    direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
+    rows, n, _blocks = rows_of(last)
     load_library().dmx_fake_quant(
-        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), *_rows(last),
+        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n,
         ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
     )
     if direct:
@@ -163,21 +155,44 @@ def fake_quant(
     return result.contiguous() if out is None else out.copy_(result)
 
 
+def _codes(
+    last: Tensor, element: ElementFormat, scale_rule: ScaleRule, packed: bool
+) -> tuple[Tensor, Tensor]:
+    rows, n, _blocks = rows_of(last)
+    width = n * element.bits // 8 if packed else n
+    codes = torch.empty((*last.shape[:-1], width), dtype=torch.uint8)
+    scale_codes = torch.empty((*last.shape[:-1], -(-n // BLOCK_SIZE)), dtype=torch.uint8)
+    load_library().dmx_quantize(
+        _DTYPE_CODES[last.dtype], last.data_ptr(), codes.data_ptr(), scale_codes.data_ptr(),
+        rows, n, ctypes.byref(_format(element, scale_rule)), element.bits if packed else 8,
+        _threads(last),
+    )  # fmt: skip
+    return codes, scale_codes
+
+
 def quantize(
     x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
 ) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
-    codes = torch.empty(last.shape, dtype=torch.uint8)
-    n_blocks = -(-last.shape[-1] // BLOCK_SIZE)
-    scale_codes = torch.empty((*last.shape[:-1], n_blocks), dtype=torch.uint8)
-    load_library().dmx_quantize(
-        _DTYPE_CODES[x.dtype], last.data_ptr(), codes.data_ptr(), scale_codes.data_ptr(),
-        *_rows(last), ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
-    )
-    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in (codes, scale_codes))
+    found = _codes(last, block_format.element, scale_rule, packed=False)
+    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in found)
     return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
+
+
+def quantize_packed(
+    x: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+) -> tuple[Tensor, Tensor]:
+    """Packed codes and scales along the last axis; arguments are checked by the door."""
+    element = block_format.element
+    assert element is not None
+    last = x.contiguous()
+    if last.shape[-1] % BLOCK_SIZE:
+        # Short blocks may end within a byte group: the codes are packed in a second step.
+        codes, scale_codes = _codes(last, element, scale_rule, packed=False)
+        return pack_codes(codes, element.bits), scale_codes
+    return _codes(last, element, scale_rule, packed=True)
 
 
 def _path(parameters: Tensor) -> Tensor:
@@ -185,15 +200,17 @@ def _path(parameters: Tensor) -> Tensor:
     return parameters.contiguous()
 
 
-def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
+def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> Tensor:
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
     last, path = x.contiguous(), _path(parameters)
-    out = torch.empty_like(last)
+    direct = out is not None and writable_in_place(x, out)
+    target = out if direct and out is not None else torch.empty_like(last)
+    rows, n, _blocks = rows_of(last)
     load_library().dmx_continuous(
-        _DTYPE_CODES[x.dtype], last.data_ptr(), out.data_ptr(), *_rows(last), path.data_ptr(),
+        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n, path.data_ptr(),
         _threads(x),
     )
-    return out
+    return target if direct or out is None else out.copy_(target)
 
 
 def continuous_fake_quant_backward(
@@ -205,8 +222,7 @@ def continuous_fake_quant_backward(
     number of threads.
     """
     last, above, path = x.contiguous(), grad.contiguous(), _path(parameters)
-    rows, n = _rows(last)
-    blocks = rows * -(-n // BLOCK_SIZE)
+    rows, n, blocks = rows_of(last)
     sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
     grad_x = torch.empty_like(last) if needs_grad_x else None
     load_library().dmx_continuous_backward(

@@ -173,9 +173,12 @@ def quantize_packed(
     block_format, axis = _checked(x, block_format, -1, scale_rule)
     assert block_format.element is not None
     check_packable(x.shape[-1], block_format.element.bits)
-    if choose_backend(x.device) == "triton":
+    backend = choose_backend(x.device)
+    if backend == "cpp":
+        return cpu.quantize_packed(x, block_format, scale_rule)
+    if backend == "triton":
         return _triton_mx().quantize_packed(x, block_format, scale_rule)
-    quantized = quantize(x, block_format, scale_rule=scale_rule)
+    quantized = numerics.quantize(x, block_format, scale_rule=scale_rule)
     return pack_codes(quantized.codes, block_format.element.bits), quantized.scale_codes
 
 
@@ -192,15 +195,21 @@ def _check_continuous(x: Tensor, parameters: Tensor) -> None:
 
 
 @torch.no_grad()
-def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
-    """The continuous quantizer along the last axis; see `dmx.numerics.continuous_fake_quant`."""
+def continuous_fake_quant(x: Tensor, parameters: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """The continuous quantizer along the last axis; see `dmx.numerics.continuous_fake_quant`.
+
+    Args:
+        out: receives the result; shape and dtype of x, may be x itself.
+    """
     _check_continuous(x, parameters)
+    check_out(x, out)
     backend = choose_backend(x.device)
     if backend == "cpp":
-        return cpu.continuous_fake_quant(x, parameters)
+        return cpu.continuous_fake_quant(x, parameters, out)
     if backend == "triton":
-        return _triton_continuous().continuous_fake_quant(x, parameters)
-    return numerics.continuous_fake_quant(x, parameters)
+        return _triton_continuous().continuous_fake_quant(x, parameters, out)
+    result = numerics.continuous_fake_quant(x, parameters)
+    return result if out is None else out.copy_(result)
 
 
 @torch.no_grad()

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmx.kernels.triton_mx import block_offsets, power_of_two, rows_of
+from dmx.formats import BLOCK_SIZE
+from dmx.kernels.buffers import rows_of, writable_in_place
+from dmx.kernels.triton_mx import block_offsets, power_of_two
 
-# Blocks a program takes and warps it has; measured on an H100 (scripts/bench_kernels.py).
+# By bytes of an input element: blocks a program takes and warps it has; see `triton_mx`.
 FORWARD_TILE = {4: (64, 4), 2: (64, 4)}
-BACKWARD_TILE = {4: (64, 4), 2: (64, 4)}
+BACKWARD_TILE = {4: (16, 1), 2: (16, 1)}
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _round(magnitude, inv_step, step, low, inverse_low):
     return ratio, rounded, tl.maximum(binade, low) * step, binade
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks"])
 def _forward_kernel(
     x_ptr, p_ptr, out_ptr, n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -71,7 +73,7 @@ def _forward_kernel(
     tl.store(out_ptr + offsets, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks"])
 def _backward_kernel(
     grad_ptr, x_ptr, p_ptr, grad_x_ptr, sums_ptr, n, n_blocks,
     NEEDS_GRAD_X: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
@@ -94,10 +96,10 @@ def _backward_kernel(
     is_widened = widening > 1.0
     dlog_low = dlog_step + tl.where(is_widened, dlog_emax, 2 * dlog_emax)
     dtop = tl.load(p_ptr + 7) * widening + tl.where(is_widened, top * dlog_emax, 0.0)
-    # Blocks that are not finite: everything counts as clamped, with slope zero.
+    # Blocks that are not finite become NaN, which counts as clamped below, with slope zero.
     dtop = tl.where(finite, dtop, 0.0)
-    top = tl.where(finite, top, -1.0)
-    magnitude = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
+    inverse = tl.where(finite, power_of_two(-exponent), float("nan"))
+    magnitude = magnitude.to(tl.float32, bitcast=True) * inverse[:, None]
     ratio, rounded, steps, binade = _round(
         magnitude, inv_step, step, low[:, None], inverse_low[:, None]
     )
@@ -113,19 +115,20 @@ def _backward_kernel(
         tl.store(grad_x_ptr + offsets, kept, mask=mask)
 
 
-def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
+def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> Tensor:
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
     last = x.contiguous()
-    out = torch.empty_like(last)
-    n, n_blocks, ragged = rows_of(last)
+    direct = out is not None and writable_in_place(x, out)
+    target = out if direct and out is not None else torch.empty_like(last)
+    _rows, n, n_blocks = rows_of(last)
     if n_blocks:
         blocks, warps = FORWARD_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _forward_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last, parameters.contiguous(), out, n, n_blocks, RAGGED=ragged, BLOCKS=blocks,
+                last, parameters.contiguous(), target, n, n_blocks, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
                 num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
-    return out
+    return target if direct or out is None else out.copy_(target)
 
 
 def continuous_fake_quant_backward(
@@ -133,7 +136,7 @@ def continuous_fake_quant_backward(
 ) -> tuple[Tensor | None, Tensor]:
     """See `dmx.numerics.continuous_fake_quant_backward`; arguments are checked by the door."""
     last = x.contiguous()
-    n, n_blocks, ragged = rows_of(last)
+    _rows, n, n_blocks = rows_of(last)
     grad_x = torch.empty_like(last) if needs_grad_x else None
     if not n_blocks:
         return grad_x, torch.zeros((), device=x.device)
@@ -144,7 +147,7 @@ def continuous_fake_quant_backward(
         _backward_kernel[(programs,)](
             grad.contiguous(), last, parameters.contiguous(),
             last if grad_x is None else grad_x, sums, n, n_blocks,
-            NEEDS_GRAD_X=needs_grad_x, RAGGED=ragged, BLOCKS=blocks,
+            NEEDS_GRAD_X=needs_grad_x, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return grad_x, sums.sum()

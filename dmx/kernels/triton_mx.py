@@ -13,12 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
+from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import pack_codes
 
-# Blocks a program takes and warps it has; measured on an H100 (scripts/bench_kernels.py).
+# By bytes of an input element: blocks a program takes and warps it has. Best of those that
+# `scripts/bench_kernels.py --tune` tries on an H100.
 FAKE_QUANT_TILE = {4: (64, 4), 2: (64, 4)}
-QUANTIZE_TILE = {4: (64, 4), 2: (64, 4)}
+QUANTIZE_TILE = {4: (32, 1), 2: (32, 1)}
 
 
 @triton.jit
@@ -63,7 +65,7 @@ def scale_exponent(
     return tl.minimum(tl.maximum(exponent, -127), 127)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks"])
 def _fake_quant_kernel(
     x_ptr, out_ptr, n, n_blocks,
     EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, MAX_NORMAL: tl.constexpr,
@@ -86,7 +88,7 @@ def _fake_quant_kernel(
     tl.store(out_ptr + offsets, y, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "n_blocks"])
 def _quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, n, n_blocks,
     EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
@@ -137,13 +139,6 @@ def top_mantissa(element: ElementFormat) -> int:
     return int(bits) & 0x7FFFFF
 
 
-def rows_of(x: Tensor) -> tuple[int, int, bool]:
-    """Length of a row, number of blocks, and whether rows end in a short block."""
-    n = x.shape[-1]
-    rows = x.numel() // n if n else 0
-    return n, rows * -(-n // BLOCK_SIZE), n % BLOCK_SIZE != 0
-
-
 def fake_quant(
     x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule, out: Tensor | None
 ) -> Tensor:
@@ -154,14 +149,9 @@ def fake_quant(
     element = block_format.element
     assert element is not None
     last = x.movedim(axis, -1).contiguous()
-    # Writing straight to `out` is safe only where it is x itself or lies apart from it.
-    apart = out is not None and (
-        out.data_ptr() == x.data_ptr()
-        or out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
-    )
-    direct = out is not None and apart and axis == x.ndim - 1 and out.is_contiguous()
+    direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
-    n, n_blocks, ragged = rows_of(last)
+    _rows, n, n_blocks = rows_of(last)
     if n_blocks:
         blocks, warps = FAKE_QUANT_TILE[x.element_size()]
         with torch.cuda.device(x.device):
@@ -169,7 +159,7 @@ def fake_quant(
                 last, target, n, n_blocks,
                 EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits,
                 MAX_NORMAL=element.max_normal, TOP_MANTISSA=top_mantissa(element),
-                RULE=scale_rule, RAGGED=ragged, BLOCKS=blocks,
+                RULE=scale_rule, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
                 num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     if direct:
@@ -182,7 +172,7 @@ def _launch_quantize(
     last: Tensor, codes: Tensor, scale_codes: Tensor, element: ElementFormat,
     scale_rule: ScaleRule, packed: bool,
 ) -> None:  # fmt: skip
-    n, n_blocks, ragged = rows_of(last)
+    _rows, n, n_blocks = rows_of(last)
     if not n_blocks:
         return
     specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
@@ -194,7 +184,7 @@ def _launch_quantize(
             EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
             MAX_CODE=2 ** (element.bits - 1) - 1 - specials,
             NAN_CODE=0 if element.specials == "none" else element.nan_code,
-            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed, RAGGED=ragged,
+            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed, RAGGED=n % BLOCK_SIZE != 0,
             BLOCKS=blocks, **options,
         )  # fmt: skip
 

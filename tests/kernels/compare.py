@@ -47,8 +47,11 @@ def check_continuous(x: Tensor, family: Family, offset: float, device: str) -> N
     """Forward and grad_x bit for bit, the sum within SUM_TOLERANCE of the absolute sum."""
     parameters = numerics.path_parameters(torch.tensor(offset), family)
     there, parameters_there = x.to(device), parameters.to(device)
-    y = ops.continuous_fake_quant(there, parameters_there)
-    assert_same_bits(y, numerics.continuous_fake_quant(x, parameters))
+    expected = numerics.continuous_fake_quant(x, parameters)
+    assert_same_bits(ops.continuous_fake_quant(there, parameters_there), expected)
+    own = there.clone()
+    assert ops.continuous_fake_quant(own, parameters_there, out=own) is own
+    assert_same_bits(own, expected)
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(x.dtype)
     dx, db = numerics.continuous_derivatives(x, parameters)
     grad_x, grad_offset = ops.continuous_fake_quant_backward(
