@@ -63,6 +63,9 @@ class SearchConfig:
     anneal_from: float = 0.6
     """Share of the steps after which the temperature rises."""
     gradient_checkpointing: bool = False
+    cuda_graph: str = "auto"
+    """auto | on | off: capture the step in a CUDA graph. auto: on a GPU, for purely causal sdpa
+    models without gradient checkpointing; the record says what ran."""
     evaluate_every: int = 50
     """Steps between measurements of the soft, hard and projected model on the first batch."""
     checkpoint_every: int = 10
@@ -77,6 +80,7 @@ class SearchConfig:
         check_choice(self.objective, OBJECTIVES, "search.objective")
         check_choice(self.penalty, PENALTIES, "search.penalty")
         check_choice(self.lr_schedule, LR_SCHEDULES, "search.lr_schedule")
+        check_choice(self.cuda_graph, ("auto", "on", "off"), "search.cuda_graph")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
         for name, low, high in (
             ("raw_start", 0, 2), ("anneal_from", 0, 1), ("momentum", 0, 0.999999),

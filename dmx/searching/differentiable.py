@@ -13,9 +13,9 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 
 import io
 import json
-import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from dmx.errors import RunError
 from dmx.files import write_atomic, write_text
 from dmx.searching import schedule
 from dmx.searching.batches import batch_order
-from dmx.searching.config import SearchConfig
+from dmx.searching.config import SearchConfig, SearchConfigError
+from dmx.searching.graph import GraphedStep, is_purely_causal, maskless_attention
 from dmx.searching.objective import budget_penalty, model_logits, task_loss
 from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
 from dmx.searching.processes import Processes
@@ -72,6 +73,7 @@ class DifferentiableSearch:
         self.raw_rows = [self.raw.detach().cpu().numpy().copy()]
         self.warnings: list[str] = []
         self._complained: set[str] = set()
+        self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -116,26 +118,46 @@ class DifferentiableSearch:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _gradient(self, bank: Bank, tokens: Tensor, temperature: float) -> Tensor:
-        """Fills raw.grad (mean over processes); returns (loss, penalty, soft average, grad norm)."""
+    def _gradient(self, bank: Bank, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """This process's gradient (U,) and [loss, penalty, soft average]; no synchronization.
+
+        Args:
+            tokens: (batch, length) on the device. temperature: 0-d float32 on the device.
+        """
         reference = self._reference(bank, tokens)
-        self.optimizer.zero_grad()
         offsets = anneal(self.raw, temperature, self.family)
         bank.set_soft(offsets)
         loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
         average = self.soft_average(offsets)
-        target = self.budget.limit
-        penalty = budget_penalty(self.config, average, target)
-        (loss + penalty).backward()
-        assert self.raw.grad is not None
-        self.raw.grad.copy_(self.processes.mean(self.raw.grad))
-        loss = self.processes.mean(loss.detach())
-        return torch.stack([loss, penalty.detach(), average.detach(), self.raw.grad.norm()])
+        penalty = budget_penalty(self.config, average, self.budget.limit)
+        (gradient,) = torch.autograd.grad(loss + penalty, [self.raw])
+        return gradient, torch.stack([loss, penalty, average]).detach()
 
-    def _heal_gradient(self) -> None:
-        """Zero what is not finite and say which unit it was, once for each."""
-        assert self.raw.grad is not None
-        bad = ~self.raw.grad.isfinite()
+    def _stepper(self, bank: Bank, tokens: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        """`_gradient` as it is, or captured in a CUDA graph where the config asks for it."""
+        def step(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+            return self._gradient(bank, tokens, temperature)
+
+        if not self.uses_graph:
+            return step
+        return GraphedStep(step, tokens, torch.ones((), device=self.device))
+
+    def _decide_on_graph(self) -> bool:
+        asked = self.config.cuda_graph
+        obstacle = ""
+        if self.device.type != "cuda":
+            obstacle = f"the model is on {self.device.type}"
+        elif self.config.gradient_checkpointing:
+            obstacle = "search.gradient_checkpointing=true recomputes with control flow"
+        elif not is_purely_causal(self.model, self.batches[0].shape[1]):
+            obstacle = "the model's attention is not purely causal sdpa"
+        if asked == "on" and obstacle:
+            raise SearchConfigError(f"search.cuda_graph=on: {obstacle}. Use search.cuda_graph=off.")
+        return asked != "off" and not obstacle
+
+    def _heal(self, gradient: Tensor) -> Tensor:
+        """Zero for what is not finite; says which unit it was, once for each."""
+        bad = ~gradient.isfinite()
         for index in bad.nonzero().flatten().tolist():
             name = self.space.units[index].name
             if name not in self._complained:
@@ -144,20 +166,24 @@ class DifferentiableSearch:
                     f"step {self.step}: the gradient of the offset of {name} is not finite; it is "
                     "taken as zero. Look for Inf or NaN in this layer's inputs or weights."
                 )
-        self.raw.grad.masked_fill_(bad, 0.0)
+        return gradient.masked_fill(bad, 0.0)
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
         warnings.warn(message, stacklevel=3)
 
-    def take_step(self, bank: Bank, batch_index: int) -> dict[str, Any]:
+    def take_step(self, bank: Bank, stepper: Callable[..., Any], batch_index: int) -> dict[str, Any]:
         config = self.config
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
         tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
-        numbers = self._gradient(bank, tokens, temperature).tolist()
+        gradient, parts = stepper(tokens, torch.tensor(temperature, device=self.device))
+        gradient = self.processes.mean(gradient)
+        parts = torch.cat([self.processes.mean(parts), gradient.norm()[None]])
+        numbers = parts.tolist()
         if not np.isfinite(numbers[3]):
-            self._heal_gradient()
+            gradient = self._heal(gradient)
+        self.raw.grad = gradient
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -246,11 +272,15 @@ class DifferentiableSearch:
         with (
             searching_model(self.model, self.space, self.family, config.scale_rule) as bank,
             _checkpointing(self.model, config.gradient_checkpointing),
+            maskless_attention(self.model) if self.uses_graph else nullcontext(),
             progress("search", config.steps, done=self.step, quiet=quiet) as advance,
         ):
             order = batch_order(len(self.batches), config.seed, self.step)
+            first = self.processes.own_rows(self.batches[0]).to(self.device)
+            stepper = self._stepper(bank, first) if self.step < config.steps else None
             while self.step < config.steps:
-                row = self.take_step(bank, next(order))
+                assert stepper is not None
+                row = self.take_step(bank, stepper, next(order))
                 shown = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
                 advance(f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard")
                 if self.step % config.checkpoint_every == 0:

@@ -5,15 +5,21 @@
     hinge           slope * max(0, soft average - target)
     scaling         lambda * soft average
 
+The task loss and its gradient by the logits are computed together, some rows at a time, in
+float32: a vocabulary of 50,000 makes float32 copies of the logits the peak of a step's memory.
+
 Source: dMX, arXiv 2606.04115 (cross entropy with either penalty).
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.numerics.errors import kl_divergence
 from dmx.searching.config import SearchConfig
+
+CHUNK_ELEMENTS = 1 << 26
+"""Logits handled at once; 256 MiB of float32."""
 
 
 def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -22,10 +28,66 @@ def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return logits
 
 
+class _RowLoss(torch.autograd.Function):
+    """Sum over rows of cross entropy or KL, divided by `count`.
+
+    Args:
+        logits: (rows, vocab). targets: (rows,) int64, -1 for a row that does not count; or None.
+        reference: (rows, vocab) logits of the full-precision model; or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor | None, reference: Tensor | None, count: int
+    ) -> Tensor:
+        total = logits.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
+        rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            log_p = torch.log_softmax(logits[part].float(), -1)
+            if reference is not None:
+                log_q = torch.log_softmax(reference[part].float(), -1)
+                q = log_q.exp()
+                total += (q * log_q.sub_(log_p)).sum()
+                if gradient is not None:
+                    gradient[part] = log_p.exp_().sub_(q).div_(count)
+                continue
+            assert targets is not None
+            counted = targets[part, None] >= 0
+            index = targets[part, None].clamp(min=0)
+            total -= torch.where(counted, log_p.gather(-1, index), 0.0).sum()
+            if gradient is not None:
+                p = log_p.exp_()
+                p.scatter_add_(-1, index, torch.full_like(index, -1, dtype=torch.float32))
+                gradient[part] = torch.where(counted, p.div_(count), 0.0)
+        ctx.save_for_backward(gradient)
+        return total / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * grads[0].to(gradient.dtype), None, None, None
+
+
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean negative log likelihood of the next tokens in float32; 0-d, nats/token."""
-    predictions = logits[:, :-1].reshape(-1, logits.shape[-1]).float()
-    return F.cross_entropy(predictions, tokens[:, 1:].reshape(-1))
+    """Mean negative log likelihood of the next tokens; 0-d float32, nats/token.
+
+    Args:
+        logits: (batch, length, vocab). tokens: (batch, length) int64.
+    """
+    # The last position predicts nothing; marking it is cheaper than cutting it off, which copies.
+    targets = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-1)
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+    loss: Tensor = _RowLoss.apply(logits.flatten(0, 1), targets.flatten(), None, count)
+    return loss
+
+
+def kl_loss(logits: Tensor, reference: Tensor) -> Tensor:
+    """Mean over positions of KL(reference, model); 0-d float32, nats/token."""
+    rows = logits.flatten(0, -2)
+    loss: Tensor = _RowLoss.apply(rows, None, reference.flatten(0, -2), rows.shape[0])
+    return loss
 
 
 def task_loss(
@@ -35,7 +97,7 @@ def task_loss(
     if objective == "cross_entropy":
         return cross_entropy(logits, tokens)
     assert reference is not None
-    return kl_divergence(reference, logits)
+    return kl_loss(logits, reference)
 
 
 def budget_penalty(config: SearchConfig, soft_average: Tensor, target: float) -> Tensor:

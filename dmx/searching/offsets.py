@@ -34,7 +34,7 @@ def raw_thresholds(family: Family) -> tuple[float, ...]:
     return tuple((a + b) / 2 for a, b in zip(stops[:-1], stops[1:], strict=True))
 
 
-def anneal(raw: Tensor, temperature: float, family: Family) -> Tensor:
+def anneal(raw: Tensor, temperature: float | Tensor, family: Family) -> Tensor:
     """Offsets of raw offsets; float32, same shape. Finite gradients at any temperature.
 
     `torch.sigmoid` and not 1/(1+exp(-z)), whose gradient is NaN once exp overflows.
