@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dmx.errors import DataError
-from dmx.hub import hub_error_kind, hub_is_reachable
+from dmx.hub import datasets_offline, hub_error_kind, hub_is_reachable
 
 JOINS = ("rows", "document")
 JOIN_TEXT = "\n\n"
@@ -167,12 +167,10 @@ def _hub_rows(
         )
     import datasets
 
-    options = datasets.DownloadConfig(local_files_only=not reachable)
     try:
-        found = datasets.load_dataset(
-            path, subset, split=split, streaming=rows is not None, download_config=options
-        )
-        return [row["text"] for row in islice(found, rows)]
+        with datasets_offline(not reachable):
+            found = datasets.load_dataset(path, subset, split=split, streaming=rows is not None)
+            return [row["text"] for row in islice(found, rows)]
     except Exception as error:
         kind = hub_error_kind(error)
         if kind == "offline" or not reachable:

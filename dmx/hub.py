@@ -6,9 +6,11 @@ connection attempt says the same in the first second; what is in the local cache
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
+from collections.abc import Iterator
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
@@ -37,6 +39,22 @@ def hub_is_reachable() -> bool:
             return True
     except OSError:
         return False
+
+
+@contextlib.contextmanager
+def datasets_offline(offline: bool) -> Iterator[None]:
+    """Within it, and with `offline`, the datasets library reads its cache and asks nobody.
+
+    Its `local_files_only` option does not reach the first look-up, so its own switch is used.
+    """
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = before or offline
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
 
 
 def hub_error_kind(error: BaseException) -> str:

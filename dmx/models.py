@@ -3,16 +3,14 @@
     meta_model(config)            shapes only, on the meta device: budget ranges before any weight
     load_model(config, device)    weights and tokenizer, in eval mode, with provenance
 
-What a model must be to be searched is `check_searchable`: plain floating-point `nn.Linear` layers
-that hold (nearly) all parameters of its blocks. A model that only looks loaded, with weights
-missing or freshly drawn, is an error.
+A model that only looks loaded, with weights missing or freshly drawn, is an error. So is one that
+is quantized already; what else a search refuses is `check_searchable`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import hashlib
 import importlib
@@ -26,67 +24,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import ModelError
 from dmx.hub import hub_error_kind, hub_is_reachable
+from dmx.searchable import check_not_quantized, check_searchable
+from dmx.tiny_models import TinyConfig, byte_tokenizer, make_tiny, tiny_model_config, train_tiny
+
+__all__ = [
+    "LoadedModel",
+    "ModelConfig",
+    "TinyConfig",
+    "architecture_sha256",
+    "byte_tokenizer",
+    "check_searchable",
+    "load_model",
+    "max_positions",
+    "meta_model",
+    "train_tiny",
+]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TINY_ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")
-UNSEARCHED_SHARE = 0.01
-"""A block may hold this share of its parameters outside nn.Linear (norms hold far less)."""
-END_OF_TEXT = "<|endoftext|>"
+_SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-@dataclass(kw_only=True)
-class TinyConfig:
-    """A small model made from a config, without a download: random, or trained for seconds.
-
-    `smollm2` is Llama with tied embeddings, as SmolLM2 is; the others tie where `tied` says so.
-    The vocabulary is the 256 bytes and <|endoftext|>, padded to a multiple of 32.
-    """
-
-    architecture: str = "llama"
-    """llama, smollm2, qwen2, qwen3."""
-    hidden_size: int = 64
-    intermediate_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int | None = None
-    """null = hidden_size / heads."""
-    vocab_size: int = 288
-    max_positions: int = 2048
-    tied: bool = False
-    seed: int = 0
-    train_steps: int = 0
-    """AdamW steps on the embedded text; 0 leaves the weights random."""
-    train_window: int = 64
-    train_batch_size: int = 16
-    train_lr: float = 4e-3
-
-    def __post_init__(self) -> None:
-        if self.architecture not in TINY_ARCHITECTURES:
-            raise ModelError(
-                f"model.tiny.architecture={self.architecture!r} is unknown. "
-                f"Known: {', '.join(TINY_ARCHITECTURES)}."
-            )
-        if self.vocab_size < 257:
-            raise ModelError(
-                f"model.tiny.vocab_size={self.vocab_size} is too small: 256 bytes and "
-                f"{END_OF_TEXT} need at least 257."
-            )
-        if self.head_dim is None and self.hidden_size % self.heads:
-            raise ModelError(
-                f"model.tiny.hidden_size={self.hidden_size} is no multiple of "
-                f"heads={self.heads}. Change one of them, or set head_dim."
-            )
-        if self.heads % self.kv_heads:
-            raise ModelError(
-                f"model.tiny.heads={self.heads} is no multiple of kv_heads={self.kv_heads}."
-            )
 
 
 @dataclass(kw_only=True)
@@ -147,7 +107,8 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         ModelError: the model is not there, not allowed, not whole, or not a causal language model.
     """
     if config.tiny is not None:
-        model, tokenizer = _make_tiny(config.tiny, config), byte_tokenizer()
+        model = make_tiny(config.tiny, attn_implementation=config.attn_implementation)
+        tokenizer = byte_tokenizer()
         revision: str | None = f"seed={config.tiny.seed},train_steps={config.tiny.train_steps}"
     else:
         where = _locate(config)
@@ -155,7 +116,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
             model_config = _read_config(config, where)
             model = _read_weights(config, where, model_config)
             tokenizer = _read_tokenizer(config, where)
-        revision = _revision(config, where, model_config)
+        revision = _revision(where)
     provenance = {
         "id": config.id,
         "revision": revision,
@@ -163,7 +124,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         "architecture_sha256": architecture_sha256(model.config),
         "note": config.note,
     }
-    return LoadedModel(model.to(device).eval(), tokenizer, provenance)
+    return LoadedModel(model.to(device, config.torch_dtype).eval(), tokenizer, provenance)
 
 
 def meta_model(config: ModelConfig) -> Any:
@@ -172,7 +133,7 @@ def meta_model(config: ModelConfig) -> Any:
     Of a hub model only its config.json is fetched, of a GGUF file only the header is read.
     """
     if config.tiny is not None:
-        model_config = _tiny_model_config(config.tiny)
+        model_config = tiny_model_config(config.tiny)
     else:
         where = _locate(config)
         with _quiet_transformers():
@@ -229,13 +190,12 @@ def architecture_sha256(model_config: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _revision(config: ModelConfig, where: _Where, model_config: Any) -> str | None:
-    """The commit on the hub; of a GGUF file its hash; of a local folder nothing is known."""
-    if where.file is not None:
-        with where.file.open("rb") as file:
+def _revision(where: _Where) -> str | None:
+    """The commit on the hub; of a local GGUF file its hash; of a local folder nothing is known."""
+    if where.commit is None and where.gguf is not None:
+        with where.gguf.open("rb") as file:
             return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
-    commit = getattr(model_config, "_commit_hash", None)
-    return commit or config.revision
+    return where.commit
 
 
 # ---------------------------------------------------------------- where a model is
@@ -245,9 +205,9 @@ def _revision(config: ModelConfig, where: _Where, model_config: Any) -> str | No
 class _Where:
     source: str
     """What from_pretrained gets: a folder or a hub name."""
-    is_local: bool
-    file: Path | None
-    """The GGUF file, where it is known before a download."""
+    commit: str | None = None
+    """Of the hub repository: every file of one load comes from it. None = a local folder."""
+    gguf: Path | None = None
 
 
 def _locate(config: ModelConfig) -> _Where:
@@ -268,7 +228,7 @@ def _locate(config: ModelConfig) -> _Where:
             f"model.id={config.id}: there is no such folder (looked from {Path.cwd()}), and it is "
             "no hub name (owner/name). Correct the path."
         )
-    return _Where(config.id, is_local=False, file=None)
+    return _locate_on_hub(config)
 
 
 def _package_folder(config: ModelConfig, package: str) -> Path:
@@ -293,28 +253,50 @@ def _locate_in_folder(config: ModelConfig, folder: Path) -> _Where:
         setting = "model.gguf_file" if config.gguf_file else f"model.id={config.id}"
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"{setting}: {folder} holds no {needed}. Found there: {found}.")
-    return _Where(str(folder), True, folder / needed if config.gguf_file else None)
+    return _Where(str(folder), gguf=folder / needed if config.gguf_file else None)
+
+
+def _locate_on_hub(config: ModelConfig) -> _Where:
+    """Fetch config.json or the GGUF file: its place in the cache tells the commit."""
+    import huggingface_hub
+
+    with _explained(config, on_hub=True):
+        file = huggingface_hub.hf_hub_download(
+            config.id,
+            config.gguf_file or "config.json",
+            revision=config.revision,
+            local_files_only=not hub_is_reachable(),
+        )
+    commit = _SNAPSHOT.search(Path(file).as_posix())
+    if commit is None:
+        raise ModelError(
+            f"model.id={config.id}: {file} is not in a hub cache; its commit is unknown."
+        )
+    if config.gguf_file is None:
+        return _Where(config.id, commit=commit[1])
+    folder = Path(file[: -len(config.gguf_file)])
+    return _Where(str(folder), commit=commit[1], gguf=Path(file))
 
 
 def _load_options(config: ModelConfig, where: _Where) -> dict[str, Any]:
     options: dict[str, Any] = {"trust_remote_code": False}
     if config.gguf_file is not None:
         options["gguf_file"] = config.gguf_file
-    if not where.is_local:
-        options["revision"] = config.revision or "main"
+    elif where.commit is not None:
+        options["revision"] = where.commit
         options["local_files_only"] = not hub_is_reachable()
     return options
 
 
 @contextlib.contextmanager
-def _explained(config: ModelConfig, where: _Where) -> Iterator[None]:
+def _explained(config: ModelConfig, *, on_hub: bool) -> Iterator[None]:
     """Turn what transformers and the hub raise into a ModelError with the way out."""
     try:
         yield
     except ModelError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-        kind = "local" if where.is_local else hub_error_kind(error)
+        kind = hub_error_kind(error) if on_hub else "local"
         if kind == "gated":
             message = (
                 "access is restricted on the Hugging Face hub. Accept its licence there and set "
@@ -332,7 +314,7 @@ def _explained(config: ModelConfig, where: _Where) -> Iterator[None]:
                 "download: model=tiny_llama."
             )
         else:
-            message = f"transformers cannot load it: {error}"
+            message = f"it cannot be loaded: {error}"
         raise ModelError(f"model.id={config.id}: {message}") from error
 
 
@@ -342,9 +324,9 @@ def _explained(config: ModelConfig, where: _Where) -> Iterator[None]:
 def _read_config(config: ModelConfig, where: _Where) -> Any:
     from transformers import AutoConfig
 
-    with _explained(config, where):
-        if where.file is not None:
-            return _gguf_config(where.source, where.file.name, where.file.stat().st_mtime_ns)
+    with _explained(config, on_hub=where.commit is not None):
+        if where.gguf is not None:
+            return _gguf_config(where.source, str(config.gguf_file), where.gguf.stat().st_mtime_ns)
         return AutoConfig.from_pretrained(where.source, **_load_options(config, where))
 
 
@@ -375,21 +357,22 @@ def _from_config(config: ModelConfig, model_config: Any) -> Any:
 def _read_weights(config: ModelConfig, where: _Where, model_config: Any) -> Any:
     import transformers
 
-    _check_not_quantized(model_config, config.id)
+    check_not_quantized(model_config, config.id)
     options = _load_options(config, where)
     if config.gguf_file is not None and hasattr(transformers, "GgufConfig"):
         # without it the layers may stay packed and are no nn.Linear
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    with _explained(config, where):
-        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    with _explained(config, on_hub=where.commit is not None):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             where.source,
             config=model_config,
             dtype=config.torch_dtype,
             output_loading_info=True,
             **options,
         )
+    model, info = loaded
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         found = sorted(str(key) for key in info.get(problem, ()))
         if found:
@@ -406,7 +389,7 @@ def _read_weights(config: ModelConfig, where: _Where, model_config: Any) -> Any:
 def _read_tokenizer(config: ModelConfig, where: _Where) -> Any:
     from transformers import AutoTokenizer
 
-    with _explained(config, where):
+    with _explained(config, on_hub=where.commit is not None):
         tokenizer = AutoTokenizer.from_pretrained(where.source, **_load_options(config, where))
     if config.digit_pretokenizer:
         split_digits(tokenizer)
@@ -461,218 +444,3 @@ def _gguf_read_once() -> Iterator[None]:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map, loader.tqdm = reader, name_map, bar
-
-
-# ---------------------------------------------------------------- what can be searched
-
-_QUANTIZED_PACKAGES = (
-    "bitsandbytes",
-    "auto_gptq",
-    "gptqmodel",
-    "awq",
-    "hqq",
-    "optimum.quanto",
-    "torchao",
-    "compressed_tensors",
-    "transformers.integrations",
-)
-
-
-def check_searchable(model: Any, *, allow_unsearched: bool = False) -> None:
-    """Raise ModelError unless the model's blocks are plain floating-point nn.Linear layers.
-
-    Works on the meta device. Refused: quantized models, PEFT models, models without nn.Linear,
-    and blocks with more than UNSEARCHED_SHARE of their parameters outside nn.Linear
-    (Mixture-of-Experts models of transformers 5), unless `allow_unsearched`.
-    """
-    name = type(model).__name__
-    _check_not_quantized(getattr(model, "config", None), name)
-    for path, module in model.named_modules():
-        package = type(module).__module__
-        is_peft = package.startswith("peft.") or getattr(module, "_hf_peft_config_loaded", False)
-        if is_peft:
-            raise ModelError(
-                f"{name} has PEFT adapters ({path or 'the model itself'}). Merge them first "
-                "(merge_and_unload) and search the merged model."
-            )
-        is_layer = bool(module._parameters)
-        if is_layer and package.startswith(_QUANTIZED_PACKAGES):
-            raise _already_quantized(name, f"{path} is a {package}.{type(module).__name__}")
-        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
-            raise _already_quantized(name, f"{path}.weight is {module.weight.dtype}")
-    if not any(isinstance(module, nn.Linear) for module in model.modules()):
-        raise ModelError(f"{name} has no nn.Linear layer: there is nothing to search.")
-    if not allow_unsearched:
-        _check_blocks(model, name)
-
-
-def _check_blocks(model: nn.Module, name: str) -> None:
-    for path, block in _blocks(model):
-        total, outside = 0, {}
-        searched = {
-            id(parameter)
-            for module in block.modules()
-            if isinstance(module, nn.Linear)
-            for parameter in module.parameters(recurse=False)
-        }
-        for key, parameter in block.named_parameters():
-            total += parameter.numel()
-            if id(parameter) not in searched and not key.endswith(_EMBEDDINGS):
-                outside[key] = parameter.numel()
-        share = sum(outside.values()) / total if total else 0.0
-        if share > UNSEARCHED_SHARE:
-            largest = sorted(outside, key=lambda key: -outside[key])[:3]
-            shown = ", ".join(f"{path}.{key}".lstrip(".") for key in largest)
-            raise ModelError(
-                f"{name}: {share:.1%} of the parameters of {path or 'the model'} lie outside "
-                f"nn.Linear (largest: {shown}), at most {UNSEARCHED_SHARE:.0%} is allowed. They "
-                "would stay in full precision. Set allow_unsearched=true to search the rest."
-            )
-
-
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "wpe.weight", "embeddings.weight")
-
-
-def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of the outermost module lists; the model itself where it has none."""
-    blocks: list[tuple[str, nn.Module]] = []
-    lists: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(f"{p}." for p in lists)):
-            lists.append(path)
-            blocks += [(f"{path}.{key}", child) for key, child in module.named_children()]
-    return blocks or [("", model)]
-
-
-def _check_not_quantized(model_config: Any, name: str) -> None:
-    found = getattr(model_config, "quantization_config", None)
-    if found is not None:
-        as_dict = found if isinstance(found, dict) else vars(found)
-        raise _already_quantized(name, f"its config says {as_dict.get('quant_method', 'so')}")
-
-
-def _already_quantized(name: str, why: str) -> ModelError:
-    return ModelError(
-        f"{name} is already quantized ({why}). A search needs the full-precision weights: "
-        "give the original model."
-    )
-
-
-# ---------------------------------------------------------------- tiny models
-
-
-def byte_tokenizer() -> Any:
-    """A tokenizer made in memory: token id = byte value, and 256 = <|endoftext|>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END_OF_TEXT])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def _byte_symbols() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary.
-
-    Source: GPT-2 `bytes_to_unicode`: printable bytes stand for themselves, the others for the
-    characters from 256 on, in order.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _tiny_model_config(tiny: TinyConfig) -> Any:
-    import transformers
-
-    classes = {
-        "llama": transformers.LlamaConfig,
-        "smollm2": transformers.LlamaConfig,
-        "qwen2": transformers.Qwen2Config,
-        "qwen3": transformers.Qwen3Config,
-    }
-    return classes[tiny.architecture](
-        vocab_size=tiny.vocab_size,
-        hidden_size=tiny.hidden_size,
-        intermediate_size=tiny.intermediate_size,
-        num_hidden_layers=tiny.layers,
-        num_attention_heads=tiny.heads,
-        num_key_value_heads=tiny.kv_heads,
-        head_dim=tiny.head_dim or tiny.hidden_size // tiny.heads,
-        max_position_embeddings=tiny.max_positions,
-        tie_word_embeddings=tiny.tied or tiny.architecture == "smollm2",
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=None,
-    )
-
-
-def _make_tiny(tiny: TinyConfig, config: ModelConfig) -> Any:
-    in_float32 = dataclasses.replace(config, dtype="float32")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(tiny.seed)
-        model = _from_config(in_float32, _tiny_model_config(tiny))
-    if tiny.train_steps:
-        text = load_text(DataConfig(name="embedded", split="calibration"))
-        train_tiny(
-            model,
-            encode(byte_tokenizer(), text),
-            tiny.train_steps,
-            window=tiny.train_window,
-            batch_size=tiny.train_batch_size,
-            lr=tiny.train_lr,
-            seed=tiny.seed,
-        )
-    return model.to(config.torch_dtype)
-
-
-def train_tiny(
-    model: Any,
-    tokens: Tensor,
-    steps: int,
-    *,
-    window: int = 64,
-    batch_size: int = 16,
-    lr: float = 4e-3,
-    seed: int = 0,
-) -> list[float]:
-    """Train a small model in place for a few seconds: AdamW, linear decay, equal for equal seeds.
-
-    Args:
-        model: float32; left in eval mode, without gradients, requires_grad as it was.
-        tokens: (tokens,) int64, at least one batch.
-        steps: optimizer steps; batches are cycled, reshuffled each pass.
-
-    Returns:
-        the loss of each step, nats/token.
-    """
-    device = next(model.parameters()).device
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
-    losses: list[float] = []
-    batches: list[Tensor] = []
-    model.train()
-    while len(losses) < steps:
-        batches = batches or token_batches(tokens, window, batch_size, seed=seed + len(losses))
-        ids = batches.pop().to(device)
-        logits = model(ids, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    optimizer.zero_grad()
-    model.eval()
-    return losses

@@ -152,8 +152,8 @@ def test_hub_streams_only_as_many_documents_as_asked(no_dmx_data, monkeypatch):
 
     drawn = []
 
-    def endless(path, subset, *, split, streaming, download_config):
-        assert streaming and not download_config.local_files_only
+    def endless(path, subset, *, split, streaming):
+        assert streaming and not datasets.config.HF_HUB_OFFLINE
         while True:
             drawn.append(1)
             yield {"text": "page"}
@@ -164,6 +164,20 @@ def test_hub_streams_only_as_many_documents_as_asked(no_dmx_data, monkeypatch):
     assert len(drawn) == 300
     assert text.text == "\n\n".join(["page"] * 300)
     assert "train[:300]" in text.source
+
+
+def test_out_of_reach_the_cache_alone_is_asked(no_dmx_data, monkeypatch):
+    import datasets
+
+    def cached(path, subset, *, split, streaming):
+        assert datasets.config.HF_HUB_OFFLINE and not streaming
+        return [{"text": "from the cache"}]
+
+    before = datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(data, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(datasets, "load_dataset", cached)
+    assert load_text(DataConfig(name="wikitext2", split="test")).text == "from the cache"
+    assert before == datasets.config.HF_HUB_OFFLINE
 
 
 @pytest.mark.parametrize("value", ["1", "true", "ON"])

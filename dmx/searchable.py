@@ -1,0 +1,104 @@
+"""What a model must be to be searched: plain floating-point nn.Linear layers hold its blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dmx.errors import ModelError
+
+UNSEARCHED_SHARE = 0.01
+"""A block may hold this share of its parameters outside nn.Linear (norms hold far less)."""
+_QUANTIZED_PACKAGES = (
+    "bitsandbytes",
+    "auto_gptq",
+    "gptqmodel",
+    "awq",
+    "hqq",
+    "optimum.quanto",
+    "torchao",
+    "compressed_tensors",
+    "transformers.integrations",
+)
+
+
+def check_searchable(model: Any, *, allow_unsearched: bool = False) -> None:
+    """Raise ModelError unless the model's blocks are plain floating-point nn.Linear layers.
+
+    Works on the meta device. Refused: quantized models, PEFT models, models without nn.Linear,
+    and blocks with more than UNSEARCHED_SHARE of their parameters outside nn.Linear
+    (Mixture-of-Experts models of transformers 5), unless `allow_unsearched`.
+    """
+    name = type(model).__name__
+    check_not_quantized(getattr(model, "config", None), name)
+    for path, module in model.named_modules():
+        package = type(module).__module__
+        is_peft = package.startswith("peft.") or getattr(module, "_hf_peft_config_loaded", False)
+        if is_peft:
+            raise ModelError(
+                f"{name} has PEFT adapters ({path or 'the model itself'}). Merge them first "
+                "(merge_and_unload) and search the merged model."
+            )
+        is_layer = bool(module._parameters)
+        if is_layer and package.startswith(_QUANTIZED_PACKAGES):
+            raise _already_quantized(name, f"{path} is a {package}.{type(module).__name__}")
+        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
+            raise _already_quantized(name, f"{path}.weight is {module.weight.dtype}")
+    if not any(isinstance(module, nn.Linear) for module in model.modules()):
+        raise ModelError(f"{name} has no nn.Linear layer: there is nothing to search.")
+    if not allow_unsearched:
+        _check_blocks(model, name)
+
+
+def _check_blocks(model: nn.Module, name: str) -> None:
+    for path, block in _blocks(model):
+        searched = _parameter_ids(block, nn.Linear)
+        embeddings = _parameter_ids(block, nn.Embedding)
+        sizes = {
+            key: parameter.numel()
+            for key, parameter in block.named_parameters()
+            if id(parameter) not in embeddings
+        }
+        outside = {
+            key: n for key, n in sizes.items() if id(block.get_parameter(key)) not in searched
+        }
+        total = sum(sizes.values())
+        share = sum(outside.values()) / total if total else 0.0
+        if share > UNSEARCHED_SHARE:
+            largest = sorted(outside, key=lambda key: -outside[key])[:3]
+            shown = ", ".join(f"{path}.{key}".lstrip(".") for key in largest)
+            raise ModelError(
+                f"{name}: {share:.1%} of the parameters of {path or 'the model'} lie outside "
+                f"nn.Linear (largest: {shown}), at most {UNSEARCHED_SHARE:.0%} is allowed. They "
+                "would stay in full precision. Set allow_unsearched=true to search the rest."
+            )
+
+
+def _parameter_ids(block: nn.Module, kind: type[nn.Module]) -> set[int]:
+    return {id(p) for m in block.modules() if isinstance(m, kind) for p in m.parameters(False)}
+
+
+def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children of the outermost module lists; the model itself where it has none."""
+    blocks: list[tuple[str, nn.Module]] = []
+    lists: list[str] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(f"{p}." for p in lists)):
+            lists.append(path)
+            blocks += [(f"{path}.{key}", child) for key, child in module.named_children()]
+    return blocks or [("", model)]
+
+
+def check_not_quantized(model_config: Any, name: str) -> None:
+    found = getattr(model_config, "quantization_config", None)
+    if found is not None:
+        as_dict = found if isinstance(found, dict) else vars(found)
+        raise _already_quantized(name, f"its config says {as_dict.get('quant_method', 'so')}")
+
+
+def _already_quantized(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"{name} is already quantized ({why}). A search needs the full-precision weights: "
+        "give the original model."
+    )
