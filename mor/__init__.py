@@ -9,6 +9,7 @@ from mor.linear import (
     swap_linears,
 )
 from mor.policy import MorTensor, quantize
+from mor.safety import SafetyNet
 from mor.statistics import MorLogger, reset_stats, stats
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "MorLinear",
     "MorLogger",
     "MorTensor",
+    "SafetyNet",
     "decision_state",
     "load_decision_state",
     "quantize",

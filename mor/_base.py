@@ -1,8 +1,11 @@
 """The seam: everything that mor takes from dmx, and the only file that imports it."""
 
+from dmx.assignment import Assignment
 from dmx.errors import DmxError
-from dmx.formats import E4M3, E5M2, ElementFormat, check_choice
-from dmx.layers import adopt, put_back, replace_layers
+from dmx.files import write_json
+from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
+from dmx.layers import adopt, apply, put_back, replace_layers, restore
+from dmx.numerics.errors import relative_error
 from dmx.numerics.mx import check_input
 from dmx.numerics.rounding import (
     FP32_BIAS,
@@ -11,20 +14,28 @@ from dmx.numerics.rounding import (
     float_exponent,
     round_to_element,
 )
+from dmx.quantizers import Quantizer
 
 __all__ = [
     "E4M3",
     "E5M2",
     "FP32_BIAS",
     "FP32_MANTISSA_BITS",
+    "Assignment",
+    "BlockFormat",
     "DmxError",
     "ElementFormat",
+    "Quantizer",
     "adopt",
+    "apply",
     "check_choice",
     "check_input",
     "exact_power_of_two",
     "float_exponent",
     "put_back",
+    "relative_error",
     "replace_layers",
+    "restore",
     "round_to_element",
+    "write_json",
 ]
