@@ -28,6 +28,11 @@ from dmx.formats import (
 from dmx.models import architecture_sha256
 
 SCHEMA = "dmx.assignment/1"
+_OBJECT, _OPTIONAL = (dict, "an object"), ((dict, type(None)), "an object or null")
+_KINDS = (
+    ("model", *_OBJECT), ("bits", *_OBJECT), ("search", *_OBJECT), ("budget", *_OPTIONAL),
+    ("transform", *_OPTIONAL), ("rounding", *_OPTIONAL), ("unquantized", list, "a list"),
+)  # fmt: skip
 _FIELDS = (
     "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rule",
     "transform", "rounding", "bits", "budget", "search",
@@ -123,12 +128,22 @@ class Assignment:
             valid = isinstance(shape, list) and len(shape) == 2
             if not valid or not all(type(n) is int and n > 0 for n in shape):
                 raise refuse(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
+        for layer, name in [*formats.items(), *(inputs or {}).items()]:
+            if not isinstance(name, str):
+                raise refuse(f"format of {layer} is {name!r}, expected a name")
         try:
             names = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
             if inputs is not None:
                 inputs = {k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
-        except (FormatError, TypeError) as error:
+        except FormatError as error:
             raise AssignmentError(str(error)) from error
+        for key, kinds, expected in _KINDS:
+            if not isinstance(body[key], kinds):
+                raise refuse(f"{key} is {body[key]!r}, expected {expected}")
+        if not all(isinstance(layer, str) for layer in body["unquantized"]):
+            raise refuse("unquantized must hold layer names")
+        if body["units"] not in ("fused", "layer"):
+            raise refuse(f"units {body['units']!r}, allowed: fused, layer")
         assignment = cls(
             **{k: body[k] for k in _FIELDS}
             | {
@@ -138,14 +153,13 @@ class Assignment:
                 "unquantized": tuple(body["unquantized"]),
             }
         )
-        if not isinstance(body["bits"], dict):
-            raise refuse("bits must be an object")
-        for unit, value in assignment.average_bits().items():
+        for unit in (*BIT_UNITS, "whole_model_bits_per_element"):
             stated = body["bits"].get(unit)
-            # Shared weights count once, which shapes alone cannot tell: hence a tolerance of bits,
-            # not of rounding, when an average by elements is compared.
-            if not isinstance(stated, int | float) or not 0 < stated <= 16:
+            if type(stated) not in (int, float) or not 0 < stated <= 16:
                 raise refuse(f"bits.{unit} is {stated!r}")
+        for unit, value in assignment.average_bits().items():
+            stated = body["bits"][unit]
+            # Shapes alone cannot tell that shared weights count once.
             exact = assignment.search.get("weighting", "elements") == "elements"
             if exact and not assignment.search.get("shared_weights") and abs(stated - value) > 1e-6:
                 raise refuse(f"bits.{unit} says {stated}, its formats give {value:.6f}")
@@ -180,6 +194,14 @@ class Assignment:
                     f"{found} here (made for {self.model.get('id')!r}). Load that model, or search "
                     "this one."
                 )
+        unknown = [name for name in linears if name not in {*self.shapes, *self.unquantized}]
+        if unknown:
+            raise AssignmentError(
+                f"the assignment is for another model: it says nothing of {unknown[0]}"
+                f"{f' and {len(unknown) - 1} more layers' if len(unknown) > 1 else ''} of "
+                f"{type(model).__name__} (made for {self.model.get('id')!r}). Load that model, or "
+                "search this one."
+            )
 
 
 def make_assignment(
