@@ -57,7 +57,9 @@ class QuantLinear(nn.Linear):
             return self.weight_quantizer(self.weight)
         key = (self.weight.data_ptr(), self.weight._version)
         if self._cached is None or self._cached[:2] != key:
-            self._cached = (*key, self.weight_quantizer(self.weight.detach()))
+            # A tensor made in inference mode could not serve a later pass with gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                self._cached = (*key, self.weight_quantizer(self.weight.detach()))
         return self._cached[2]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,17 +101,21 @@ def replace_layers(
     Returns:
         name -> the original module, for `put_back`.
     """
-    originals: dict[str, nn.Linear] = {}
+    linears = [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Linear)
+    ]
     made: dict[int, nn.Linear | None] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, nn.Linear):
-            continue
+    for name, module in linears:
         if id(module) not in made:
             made[id(module)] = make(name, module)
+    # Only now, when nothing can fail any more, is the model touched.
+    originals = {name: module for name, module in linears if made[id(module)] is not None}
+    for name, module in originals.items():
         replacement = made[id(module)]
-        if replacement is not None:
-            originals[name] = module
-            set_module(model, name, replacement)
+        assert replacement is not None
+        set_module(model, name, replacement)
     return originals
 
 
