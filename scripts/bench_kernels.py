@@ -7,7 +7,9 @@
 `of limit` is the time that a copy's bandwidth needs for the bytes the kernel must move (each input
 read once, each output written once) over the measured time; `x copy` is the measured time over
 that of a copy. GPU times come from CUDA graphs whose launches walk over enough buffers that the L2
-cache cannot serve; CPU times are calls with buffers in use again. All are medians of one process.
+cache cannot serve; CPU times are calls with buffers in use again, except that `backward` and
+`quantize` make their results anew (page faults included). Other libraries are timed eagerly, where
+they are installed. All are medians of one process.
 """
 
 import argparse
@@ -16,6 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +29,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dmx import numerics  # noqa: E402
-from dmx.formats import FAMILIES, MX_FORMATS, SCALE_RULES  # noqa: E402
-from dmx.kernels import ops  # noqa: E402
+from dmx import numerics
+from dmx.formats import FAMILIES, MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES
+from dmx.kernels import ops
 
 LAUNCHES, REPLAYS = 24, 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,31 +48,95 @@ class Case(NamedTuple):
 
 
 def cases(x: Tensor) -> list[Case]:
+    """Our kernels on tensors like x, the copy first."""
     parameters = numerics.path_parameters(torch.tensor(0.7), "mxfp6_mxfp4").to(x.device)
-    high = numerics.path_parameters(torch.tensor(1.3), "mxfp8_mxfp4").to(x.device)
     size = x.element_size()
-    found = [Case("copy", lambda x, _, out: out.copy_(x), 1.0)]
-    for f in MX_FORMATS:
-        found.append(Case(f"fake_quant {f}", lambda x, _, out, f=f: ops.fake_quant(x, f, out=out), 1.0))
-    found.append(
-        Case("fake_quant mxfp4 even", lambda x, _, out: ops.fake_quant(x, "mxfp4", scale_rule="even", out=out), 1.0)
-    )
-    for f in MX_FORMATS[:2] + MX_FORMATS[3:4]:
-        moved = (size + f.bits_per_element / 8) / (2 * size)
-        found.append(Case(f"quantize_packed {f}", lambda x, _, out, f=f: ops.quantize_packed(x, f), moved))
-    moved = (size + 1 + 1 / 32) / (2 * size)
+
+    def share(bytes_per_element: float) -> float:
+        return bytes_per_element / (2 * size)
+
+    def fake(x: Tensor, _: Tensor, out: Tensor, f: str, rule: Any = "floor") -> Tensor:
+        return ops.fake_quant(x, f, scale_rule=rule, out=out)
+
+    def packed(x: Tensor, _: Tensor, out: Tensor, f: str) -> tuple[Tensor, Tensor]:
+        return ops.quantize_packed(x, f)
+
+    def codes(x: Tensor, _: Tensor, out: Tensor) -> Any:
+        return ops.quantize(x, "mxfp4")
+
+    def continuous(x: Tensor, _: Tensor, out: Tensor) -> Tensor:
+        return ops.continuous_fake_quant(x, parameters, out=out)
+
+    def backward(x: Tensor, grad: Tensor, out: Tensor, needs_grad_x: bool = True) -> Any:
+        return ops.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x=needs_grad_x)
+
     return [
-        *found,
-        Case("quantize mxfp4", lambda x, _, out: ops.quantize(x, "mxfp4"), moved),
-        Case("continuous 4/6", lambda x, _, out: ops.continuous_fake_quant(x, parameters, out=out), 1.0),
-        Case("continuous 4/8", lambda x, _, out: ops.continuous_fake_quant(x, high, out=out), 1.0),
-        Case("backward", lambda x, g, out: ops.continuous_fake_quant_backward(g, x, parameters), 1.5),
-        Case(
-            "backward, offset only",
-            lambda x, g, out: ops.continuous_fake_quant_backward(g, x, parameters, needs_grad_x=False),
-            1.0,
+        Case("copy", lambda x, _, out: out.copy_(x), 1.0),
+        *(Case(f"fake_quant {f}", partial(fake, f=f.name), 1.0) for f in MX_FORMATS),
+        Case("fake_quant mxfp4 even", partial(fake, f="mxfp4", rule="even"), 1.0),
+        *(
+            Case(
+                f"quantize_packed {f}",
+                partial(packed, f=f.name),
+                share(size + f.bits_per_element / 8),
+            )
+            for f in (MXFP4, MXFP6_E2M3, MXFP8_E4M3)
         ),
+        Case("quantize mxfp4", codes, share(size + 1 + 1 / 32)),
+        Case("continuous", continuous, 1.0),
+        Case("backward", backward, 1.5),
+        Case("backward, offset only", partial(backward, needs_grad_x=False), 1.0),
     ]
+
+
+def peers(x: Tensor) -> Iterator[Case]:
+    """Fake quantization as other libraries do it eagerly, where they are installed."""
+    if find_spec("torchao"):
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        def torchao(x: Tensor, _: Tensor, out: Tensor, kind: torch.dtype) -> Tensor:
+            return MXTensor.to_mx(x, kind, 32).dequantize(x.dtype)
+
+        name = f"torchao {version('torchao')}"
+        for f, kind in (("mxfp4", torch.float4_e2m1fn_x2), ("mxfp8_e4m3", torch.float8_e4m3fn)):
+            yield Case(f"{name} {f}", partial(torchao, kind=kind), 1.0)
+    if find_spec("compressed_tensors"):
+        from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+        from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+        from compressed_tensors.quantization.utils import calculate_qparams
+
+        def compressed(x: Tensor, _: Tensor, out: Tensor, settings: Any) -> Tensor:
+            blocks = x.unflatten(-1, (-1, 32))
+            scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), settings)
+            return fake_quantize(x, scale, zero, settings)
+
+        name = f"compressed-tensors {version('compressed-tensors')}"
+        for f, scheme in (("mxfp4", "MXFP4"), ("mxfp8_e4m3", "MXFP8")):
+            settings = PRESET_SCHEMES[scheme]["weights"]
+            yield Case(f"{name} {f}", partial(compressed, settings=settings), 1.0)
+    if find_spec("brevitas"):
+        from brevitas.nn import QuantIdentity
+        from brevitas.quant.experimental.mx_quant_ocp import MXFloat8e4m3Act
+
+        act = QuantIdentity(MXFloat8e4m3Act, group_dim=-1, return_quant_tensor=False)
+        act = act.eval().to(x.device, x.dtype)
+        yield Case(f"brevitas {version('brevitas')} mxfp8_e4m3", lambda x, _, out: act(x), 1.0)
+
+
+@torch.no_grad()
+def seconds_eager_on_gpu(case: Case, x: Tensor, repeats: int = 9) -> float:
+    """Median seconds of calls without a graph: not everything can be captured."""
+    other, out = x.flip(0), torch.empty_like(x)
+    times: list[float] = []
+    case.call(x, other, out)
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        case.call(x, other, out)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 def seconds_on_gpu(case: Case, x: Tensor) -> float:
@@ -95,11 +164,13 @@ def seconds_on_gpu(case: Case, x: Tensor) -> float:
     return statistics.median(times)
 
 
-def seconds_on_cpu(case: Case, x: Tensor, repeats: int = 11) -> float:
+@torch.no_grad()
+def seconds_on_cpu(case: Case, x: Tensor, repeats: int = 11, limit: float = 4.0) -> float:
+    """Median of `repeats` calls, or of as many as fit into `limit` seconds."""
     other, out = x.flip(0).contiguous(), torch.empty_like(x)
+    times: list[float] = []
     case.call(x, other, out)
-    times = []
-    for _ in range(repeats):
+    while len(times) < repeats and sum(times) < limit:
         start = time.perf_counter()
         case.call(x, other, out)
         times.append(time.perf_counter() - start)
@@ -107,19 +178,29 @@ def seconds_on_cpu(case: Case, x: Tensor, repeats: int = 11) -> float:
 
 
 def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[tuple[str, ...]]:
-    measure = seconds_on_gpu if device == "cuda" else seconds_on_cpu
+    measure: Callable[[Case, Tensor], float] = seconds_on_cpu
+    measure_peer: Callable[[Case, Tensor], float] = seconds_on_cpu
+    if device == "cuda":
+        measure, measure_peer = seconds_on_gpu, seconds_eager_on_gpu
     for size, dtype in itertools.product(sizes, dtypes):
         x = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
         copy = 0.0
-        for case in cases(x):
-            seconds = measure(case, x)
+        for case, timer in [
+            *((case, measure) for case in cases(x)),
+            *((case, measure_peer) for case in peers(x)),
+        ]:
+            seconds = timer(case, x)
             copy = copy or seconds
-            moved = 2 * x.nbytes * case.traffic / seconds
             yield (
-                device, str(size), str(dtype).removeprefix("torch."), case.name,
-                f"{seconds * 1e3:.4f}", f"{seconds / copy:.2f}", f"{case.traffic * copy / seconds:.2f}",
-                f"{moved / 1e9:.0f}",
-            )  # fmt: skip
+                device,
+                str(size),
+                str(dtype).removeprefix("torch."),
+                case.name,
+                f"{seconds * 1e3:.4f}",
+                f"{seconds / copy:.2f}",
+                f"{case.traffic * copy / seconds:.2f}",
+                f"{2 * x.nbytes * case.traffic / seconds / 1e9:.0f}",
+            )
 
 
 HEADER = ("device", "size", "dtype", "kernel", "ms", "x copy", "of limit", "GB/s")
@@ -141,7 +222,8 @@ def check(device: str, dtypes: list[torch.dtype]) -> int:
     for dtype in dtypes:
         for name, x in hard_inputs(dtype).items():
             jobs: list[Any] = [(check_mx, (x, f, rule, device)) for f, rule in grid]
-            jobs += [(check_continuous, (x, f, b, device)) for f in FAMILIES.values() for b in OFFSETS]
+            path = itertools.product(FAMILIES.values(), OFFSETS)
+            jobs += [(check_continuous, (x, f, b, device)) for f, b in path]
             if x.ndim > 1:
                 jobs.append((check_mx, (x, MX_FORMATS[3], "floor", device, 0)))
             for function, arguments in jobs:
@@ -164,7 +246,7 @@ def tune() -> None:
         "fake_quant mxfp4": triton_mx.FAKE_QUANT_TILE,
         "quantize_packed mxfp4": triton_mx.QUANTIZE_TILE,
         "quantize_packed mxfp6_e2m3": triton_mx.QUANTIZE_TILE,
-        "continuous 4/6": triton_continuous.FORWARD_TILE,
+        "continuous": triton_continuous.FORWARD_TILE,
         "backward": triton_continuous.BACKWARD_TILE,
         "backward, offset only": triton_continuous.BACKWARD_TILE,
     }
@@ -185,7 +267,9 @@ def tune() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare with the reference first")
     parser.add_argument("--tune", action="store_true", help="GPU tile sizes")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: all that are here")
@@ -203,10 +287,11 @@ def main() -> None:
     if arguments.no_table:
         return
     timed = [DTYPES[name] for name in arguments.dtypes or ("fp32", "bf16")]
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads on CPU")
     if "cuda" in devices:
-        print(f"GPU {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__}")
-    if "cpu" in devices:
-        print(f"CPU {torch.get_num_threads()} threads, torch {torch.__version__}, {ops.actual_backend('cpu')}")
+        print(f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    for device in devices:
+        print(f"{device}: backend {ops.actual_backend(device)}")
     for device in devices:
         sizes = arguments.sizes or ([4096, 8192] if device == "cuda" else [4096])
         print_table(HEADER, rows(device, sizes, timed))

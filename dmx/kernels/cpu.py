@@ -2,7 +2,7 @@
 
 The build needs a C++17 compiler and nothing else (no torch headers) and takes a second or two. The
 library is kept in ~/.cache/dmx (or DMX_CACHE) under a hash of source, compiler, flags and
-processor, and is renamed into place, so that processes that build at once cannot disturb each other.
+processor, and is renamed into place: processes that build at once cannot disturb each other.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ def find_compiler() -> str | None:
 
 
 def _openmp_flags() -> list[str]:
-    """OpenMP from the runtime that torch itself uses: two thread pools would fight for the cores."""
+    """OpenMP from the runtime that torch itself uses: two thread pools would fight for cores."""
     if platform.system() != "Linux":
         return []
     maps = Path("/proc/self/maps").read_text().split()
@@ -104,7 +104,7 @@ def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
     return _Format(
         element.emin, element.emax, element.mantissa_bits, max_code, nan_code,
         element.bits - 1, rule, element.max_normal,
-    )
+    )  # fmt: skip
 
 
 @cache
@@ -148,7 +148,7 @@ def fake_quant(
     load_library().dmx_fake_quant(
         _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n,
         ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
-    )
+    )  # fmt: skip
     if direct:
         return target
     result = target.movedim(-1, axis)
@@ -170,9 +170,7 @@ def _codes(
     return codes, scale_codes
 
 
-def quantize(
-    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
-) -> MXTensor:
+def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
@@ -209,7 +207,7 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> 
     load_library().dmx_continuous(
         _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n, path.data_ptr(),
         _threads(x),
-    )
+    )  # fmt: skip
     return target if direct or out is None else out.copy_(target)
 
 
@@ -218,8 +216,8 @@ def continuous_fake_quant_backward(
 ) -> tuple[Tensor | None, Tensor]:
     """See `dmx.numerics.continuous_fake_quant_backward`; arguments are checked by the door.
 
-    Sums at most 256 values in float32 and the rest in float64, in an order that does not depend on the
-    number of threads.
+    Sums at most 256 values in float32 and the rest in float64, in an order that does not depend on
+    the number of threads.
     """
     last, above, path = x.contiguous(), grad.contiguous(), _path(parameters)
     rows, n, blocks = rows_of(last)
@@ -229,5 +227,5 @@ def continuous_fake_quant_backward(
         _DTYPE_CODES[x.dtype], above.data_ptr(), last.data_ptr(),
         None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), rows, n, path.data_ptr(),
         _threads(x),
-    )
+    )  # fmt: skip
     return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)

@@ -170,7 +170,7 @@ def quantize_packed(
     Raises:
         As `quantize`; ValueError when n does not fill whole groups of 2 (4 bits) or 4 (6 bits).
     """
-    block_format, axis = _checked(x, block_format, -1, scale_rule)
+    block_format, _axis = _checked(x, block_format, -1, scale_rule)
     assert block_format.element is not None
     check_packable(x.shape[-1], block_format.element.bits)
     backend = choose_backend(x.device)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """The continuous quantizer on a GPU: forward and fused backward. `ops.py` is the door.
 
 Names and formulas are those of `dmx.numerics.continuous`, arithmetic is that of `cpu.cpp`. The path
@@ -47,9 +48,7 @@ def _round(magnitude, inv_step, step, low, inverse_low):
 
 
 @triton.jit(do_not_specialize=["n", "n_blocks"])
-def _forward_kernel(
-    x_ptr, p_ptr, out_ptr, n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr
-):
+def _forward_kernel(x_ptr, p_ptr, out_ptr, n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
     offsets, mask, _block, _in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     inv_step, step, e_max = tl.load(p_ptr), tl.load(p_ptr + 1), tl.load(p_ptr + 2)
@@ -125,8 +124,8 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> 
         blocks, warps = FORWARD_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _forward_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last, parameters.contiguous(), target, n, n_blocks, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
-                num_warps=warps, enable_fp_fusion=False,
+                last, parameters.contiguous(), target, n, n_blocks,
+                RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
     return target if direct or out is None else out.copy_(target)
 

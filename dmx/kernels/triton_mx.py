@@ -1,3 +1,4 @@
+# mypy: allow-untyped-defs
 """MX quantization on a GPU, equal to `dmx.numerics.mx` bit for bit. `ops.py` is the door.
 
 A program takes BLOCKS blocks of 32 as one tile, reads it once and writes it once. Arithmetic as in
@@ -184,8 +185,8 @@ def _launch_quantize(
             EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
             MAX_CODE=2 ** (element.bits - 1) - 1 - specials,
             NAN_CODE=0 if element.specials == "none" else element.nan_code,
-            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed, RAGGED=n % BLOCK_SIZE != 0,
-            BLOCKS=blocks, **options,
+            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed,
+            RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, **options,
         )  # fmt: skip
 
 
@@ -194,9 +195,7 @@ def _empty_scales(last: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=last.device)
 
 
-def quantize(
-    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
-) -> MXTensor:
+def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()

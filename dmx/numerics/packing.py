@@ -23,9 +23,7 @@ def check_packable(n: int, bits: int) -> None:
     """Raise ValueError unless n codes of `bits` bits fill whole groups."""
     group = _group(bits)
     if n % group:
-        raise ValueError(
-            f"{bits}-bit codes are packed in groups of {group}; the last axis has {n}"
-        )
+        raise ValueError(f"{bits}-bit codes are packed in groups of {group}; the last axis has {n}")
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -42,7 +40,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     word = sum(grouped[..., i] << (bits * i) for i in range(group))
     assert isinstance(word, Tensor)
     n_bytes = group * bits // 8
-    return torch.stack([(word >> (8 * i)) & 0xFF for i in range(n_bytes)], -1).to(torch.uint8).flatten(-2)
+    parts = [(word >> (8 * i)) & 0xFF for i in range(n_bytes)]
+    return torch.stack(parts, -1).to(torch.uint8).flatten(-2)
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
@@ -53,10 +52,12 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     n_bytes = group * bits // 8
     if packed.shape[-1] % n_bytes:
         raise ValueError(
-            f"{bits}-bit codes come in groups of {n_bytes} bytes; the last axis has {packed.shape[-1]}"
+            f"{bits}-bit codes come in groups of {n_bytes} bytes; "
+            f"the last axis has {packed.shape[-1]}"
         )
     grouped = packed.to(torch.int32).unflatten(-1, (-1, n_bytes))
     word = sum(grouped[..., i] << (8 * i) for i in range(n_bytes))
     assert isinstance(word, Tensor)
     mask = 2**bits - 1
-    return torch.stack([(word >> (bits * i)) & mask for i in range(group)], -1).to(torch.uint8).flatten(-2)
+    parts = [(word >> (bits * i)) & mask for i in range(group)]
+    return torch.stack(parts, -1).to(torch.uint8).flatten(-2)
