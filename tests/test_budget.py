@@ -45,7 +45,10 @@ def average_by_hand(space, choice, unit):
     """The definition, in exact integers: bits are multiples of 1/4."""
     quarters = [round(4 * f.bits(unit)) for f in space.formats]
     by_elements = space.weighting == "elements"
-    pairs = [(u.elements if by_elements else 1, quarters[i]) for u, i in zip(space.units, choice)]
+    pairs = [
+        (u.elements if by_elements else 1, quarters[i])
+        for u, i in zip(space.units, choice, strict=True)
+    ]
     for name, size in space.fixed_elements.items():
         pairs.append((size if by_elements else 1, round(4 * space.fixed[name].bits(unit))))
     return sum(w * q for w, q in pairs) / (4 * sum(w for w, _ in pairs))
@@ -189,7 +192,7 @@ def test_an_unreachable_budget_says_the_range():
 
 def test_a_budget_above_all_gives_all_high_and_says_so():
     space = make_space([1, 2])
-    with pytest.warns(UserWarning, match="not below the dearest assignment .* gets mxfp6_e2m3"):
+    with pytest.warns(UserWarning, match=r"not below the dearest assignment .* gets mxfp6_e2m3"):
         space.check_budget(Budget(6.0))
     assert project(space, Budget(16.0), [0, 0], np.zeros((2, 1))).tolist() == [1, 1]
 
@@ -288,7 +291,10 @@ def test_tied_embeddings_count_once(make_tiny):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exclude": ["*.nothing"]}, r"search\.exclude: pattern '\*\.nothing' matches none of the 2"),
+        (
+            {"exclude": ["*.nothing"]},
+            r"search\.exclude: pattern '\*\.nothing' matches none of the 2",
+        ),
         ({"fixed": {"fc": "mxfp4"}}, r"search\.fixed: pattern 'fc' matches none.*whole names"),
         ({"exclude": ["*"]}, r"nothing to search: 2 linear layers.*excluded: 2"),
         ({"fixed": {"*": "mxfp4"}}, r"nothing to search.*fixed: 2.*Loosen search\.exclude"),
