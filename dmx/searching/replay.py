@@ -64,13 +64,18 @@ class PrefixReplay:
             return
         kept = self._outputs[first_block - 1]
         skipped = [self.blocks[i] for i in range(first_block)]
+        # A block may have a forward of its own already, as accelerate's hooks give it.
+        own = [block.__dict__.get("forward") for block in skipped]
         for block in skipped:
             block.forward = lambda *_args, **_kwargs: kept
         try:
             yield
         finally:
-            for block in skipped:
-                del block.forward
+            for block, forward in zip(skipped, own, strict=True):
+                if forward is None:
+                    del block.forward
+                else:
+                    block.forward = forward
 
 
 @torch.no_grad()
