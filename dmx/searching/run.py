@@ -81,7 +81,7 @@ def search(
         )  # fmt: skip
         if where is not None:
             # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-            write_text(where / ".writable", "").unlink()
+            write_text(where / ".writable", "").unlink(missing_ok=True)
         run.run()
         choice, preference = run.projected_choice(), run.preference()
         history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
