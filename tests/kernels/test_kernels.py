@@ -12,6 +12,7 @@ from dmx.numerics import path_parameters
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.numerics.packing import pack_codes, unpack_codes
 from tests.cases import OFFSETS, hard_inputs
+from tests.golden import assert_same_bits
 from tests.kernels.compare import check_continuous, check_mx
 
 DEVICES = [
@@ -81,6 +82,30 @@ def test_offset_gradient_does_not_depend_on_threads():
     finally:
         torch.set_num_threads(threads)
     assert len(set(results)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_cuda_graph_follows_the_parameters():
+    """Nothing depends on values on the host: a captured launch sees later offsets."""
+    x, grad = torch.randn(2, 256, 512, device="cuda").unbind()
+    parameters = path_parameters(torch.tensor(0.3), "mxfp6_mxfp4").cuda()
+
+    def step():
+        return (
+            ops.continuous_fake_quant(x, parameters),
+            *ops.continuous_fake_quant_backward(grad, x, parameters),
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    parameters.copy_(path_parameters(torch.tensor(1.7), "mxfp6_mxfp4"))
+    graph.replay()
+    # Equal to the bit, so the sums also run in the same order every time.
+    for actual, expected in zip(captured, step(), strict=True):
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
