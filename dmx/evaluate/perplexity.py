@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.data import check_tokens, check_window
 from dmx.errors import DataError
+from dmx.searching.batches import check_fits_model
 from dmx.searching.objective import model_logits
 from dmx.progress import progress
 
@@ -35,10 +35,7 @@ def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
             f"the evaluation text has {len(tokens)} tokens, fewer than one window of {window}. "
             "Choose a longer text or a smaller window."
         )
-    config = getattr(model, "config", None)
-    if config is not None:
-        check_tokens(tokens, config.vocab_size)
-        check_window(window, getattr(config, "max_position_embeddings", None))
+    check_fits_model(model, tokens, window)
     return tokens[: len(tokens) // window * window].reshape(-1, window)
 
 

@@ -33,11 +33,20 @@ def list_batches(batches: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
     rows, length = listed[0].shape
     if rows == 0 or length < 2:
         raise DataError(f"batches of shape {(rows, length)} predict nothing: use length >= 2")
-    config = getattr(model, "config", None)
-    if config is not None:
-        check_tokens(torch.cat([b.flatten() for b in listed]), config.vocab_size)
-        check_window(length, getattr(config, "max_position_embeddings", None))
+    check_fits_model(model, torch.cat([b.flatten() for b in listed]), length)
     return listed
+
+
+def check_fits_model(model: nn.Module, tokens: Tensor, window: int) -> None:
+    """Raise DataError for ids beyond the vocabulary or a window beyond the positions of a model;
+    a model whose config states neither is not checked."""
+    config = getattr(model, "config", None)
+    # Models that also see or hear keep the language model's sizes in a config of its own.
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None:
+        check_tokens(tokens, vocab_size)
+    check_window(window, getattr(config, "max_position_embeddings", None))
 
 
 def batches_sha256(batches: Sequence[Tensor]) -> str:
