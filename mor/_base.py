@@ -2,7 +2,7 @@
 
 from dmx.assignment import Assignment
 from dmx.errors import DmxError
-from dmx.files import write_json
+from dmx.files import write_atomic, write_json
 from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
 from dmx.layers import adopt, apply, put_back, replace_layers, restore
 from dmx.numerics.errors import relative_error
@@ -37,5 +37,6 @@ __all__ = [
     "replace_layers",
     "restore",
     "round_to_element",
+    "write_atomic",
     "write_json",
 ]

@@ -1,0 +1,207 @@
+"""Training: schedule, order, learning, resuming to the same numbers, the outlier."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import mor
+from dmx.data import DataConfig, encode, load_text
+from mor import MorConfig, MorError
+from mor.statistics import read_log
+from mor.training import (
+    CHECKPOINT,
+    OutlierConfig,
+    TrainConfig,
+    batch_indices,
+    fresh_weights,
+    learning_rate,
+    read_rows,
+    train,
+)
+from tests.golden import assert_same_bits
+
+RECIPES = {
+    "bf16": None,
+    "e4m3_current": MorConfig(threshold=1000.0),
+    "tensor": MorConfig(),
+    "held": MorConfig(refresh_every=3),
+    "block_two_way": MorConfig("block_two_way", "32x32"),
+}
+
+
+def windows(n: int, seed: int = 0) -> Tensor:
+    """A language of two-step counting, easy to learn."""
+    start = torch.randint(0, 200, (n, 1), generator=torch.Generator().manual_seed(seed))
+    return (start + 2 * torch.arange(16)) % 256
+
+
+def settings(**changes) -> TrainConfig:
+    plain = {
+        "window": 16, "batch_size": 8, "max_steps": 12, "lr": 5e-3, "validate_every": 4,
+        "checkpoint_every": 5, "log_every": 3, "epochs": 2,
+    }  # fmt: skip
+    return TrainConfig(**(plain | changes))
+
+
+def run(model, folder: Path, recipe="tensor", config=None, seed=0):
+    model = fresh_weights(model, seed=1)
+    result = train(
+        model, windows(64), windows(8, seed=5), config or settings(), RECIPES[recipe],
+        folder=folder, seed=seed,
+    )  # fmt: skip
+    return model, result
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_learns_and_leaves_its_logs(tiny_random, tmp_path, recipe):
+    _, result = run(tiny_random.model, tmp_path, recipe)
+    rows = read_rows(tmp_path / "train.jsonl")
+    assert [row["step"] for row in rows] == list(range(12)) and result.steps == 12
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.5
+    validations = read_rows(tmp_path / "validation.jsonl")
+    assert [row["step"] for row in validations] == [3, 7, 11]
+    assert validations[-1]["loss"] == float(result.window_nll.mean())
+    if recipe != "bf16":
+        header, log = read_log(tmp_path / "mor.jsonl")
+        assert [row["step"] for row in log] == list(range(12))
+        assert "lm_head" not in header["layers"] and len(header["layers"]) == 14
+
+
+class _Death(Exception):
+    pass
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_that_died_ends_with_the_same_numbers(tiny_random, tmp_path, recipe):
+    config = settings(outlier=OutlierConfig(step=2))
+    whole, expected = run(tiny_random.model, tmp_path / "whole", recipe, config)
+    steps = iter(range(7))
+
+    def die(note: str) -> None:
+        if next(steps, None) is None:
+            raise _Death
+
+    model = fresh_weights(tiny_random.model, seed=1)
+    arguments = (windows(64), windows(8, seed=5), config, RECIPES[recipe])
+    with pytest.raises(_Death):
+        train(model, *arguments, folder=tmp_path / "died", seed=0, on_step=die)
+    again, result = run(tiny_random.model, tmp_path / "died", recipe, config)
+    assert torch.equal(result.window_nll, expected.window_nll)
+    for a, e in zip(again.parameters(), whole.parameters(), strict=True):
+        assert_same_bits(a.detach(), e.detach())
+
+    def losses(name: str) -> list[float]:
+        return [row["loss"] for row in read_rows(tmp_path / name / "train.jsonl")]
+
+    assert losses("died") == losses("whole")
+    if recipe != "bf16":
+        assert mor.stats(again) == mor.stats(whole)
+        assert read_log(tmp_path / "died/mor.jsonl") == read_log(tmp_path / "whole/mor.jsonl")
+
+
+def test_a_finished_run_is_read_back(tiny_random, tmp_path):
+    _, first = run(tiny_random.model, tmp_path)
+    _, second = run(tiny_random.model, tmp_path)
+    assert torch.equal(first.window_nll, second.window_nll) and first.seconds == second.seconds
+
+
+def test_checkpoints_of_other_settings_are_refused(tiny_random, tmp_path):
+    run(tiny_random.model, tmp_path)
+    assert (tmp_path / CHECKPOINT).exists()
+    for recipe, config in (("tensor", settings(lr=1e-4)), ("bf16", settings())):
+        with pytest.raises(MorError, match="checkpoint of another run"):
+            run(tiny_random.model, tmp_path, recipe, config)
+
+
+def test_outlier_hurts_current_scaling_and_not_mor(make_tiny, tmp_path):
+    """Three steps after an outlier that changes no function."""
+    config = TrainConfig(
+        window=64, batch_size=8, max_steps=6, lr=1e-4, validate_every=1, log_every=1,
+        outlier=OutlierConfig(step=3),
+    )  # fmt: skip
+
+    def jump(recipe: str) -> float:
+        tiny = make_tiny("llama", train_steps=300)
+        text = load_text(DataConfig(name="embedded", split="calibration", max_characters=20_000))
+        data = encode(tiny.tokenizer, text)[: 64 * 128].view(128, 64)
+        folder = tmp_path / recipe
+        train(tiny.model, data[16:], data[:16], config, RECIPES[recipe], folder=folder, seed=0)
+        losses = [row["loss"] for row in read_rows(folder / "validation.jsonl")]
+        return max(losses[3:]) - losses[2]
+
+    assert jump("bf16") < 0.01
+    assert jump("tensor") < 0.01
+    assert jump("e4m3_current") > 0.1
+    _, rows = read_log(tmp_path / "tensor/mor.jsonl")
+    header, _ = read_log(tmp_path / "tensor/mor.jsonl")
+    fallen = {
+        (header["layers"][i], header["operands"][j])
+        for i, layer in enumerate(rows[4]["elements_bf16"])
+        for j, share in enumerate(layer)
+        if share and not rows[2]["elements_bf16"][i][j]
+    }
+    mlp = "model.layers.0.mlp"
+    assert (f"{mlp}.up_proj", "weight") in fallen and (f"{mlp}.down_proj", "input") in fallen
+    assert all(name.startswith(mlp) for name, _ in fallen)
+
+
+def test_activation_checkpointing_gives_the_same_numbers(tiny_random, tmp_path):
+    _, plain = run(tiny_random.model, tmp_path / "plain")
+    config = settings(activation_checkpointing=True)
+    _, saved = run(tiny_random.model, tmp_path / "saved", config=config)
+    assert torch.equal(plain.window_nll, saved.window_nll)
+    assert read_log(tmp_path / "plain/mor.jsonl") == read_log(tmp_path / "saved/mor.jsonl")
+
+
+def test_schedule_rises_then_falls_to_its_share():
+    config = settings(lr=1.0, warmup_share=0.1, final_lr_share=0.2)
+    rates = [learning_rate(i, 100, config) for i in range(100)]
+    assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert rates[10] == 1.0 and rates[-1] == pytest.approx(0.2)
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
+    assert learning_rate(0, 1, config) <= 1
+
+
+def test_each_pass_sees_every_window_once_in_another_order():
+    passes = [torch.cat([batch_indices(4 * p + i, 16, 4, 0) for i in range(4)]) for p in range(2)]
+    assert all(sorted(p.tolist()) == list(range(16)) for p in passes)
+    assert passes[0].tolist() != passes[1].tolist()
+    other = torch.cat([batch_indices(i, 16, 4, 1) for i in range(4)])
+    assert passes[0].tolist() != other.tolist()
+
+
+def test_fresh_weights_follow_the_seed_and_the_architecture(tiny_random):
+    before = torch.get_rng_state()
+    a, b, c = (fresh_weights(tiny_random.model, seed=s) for s in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(a.lm_head.weight, b.lm_head.weight)
+    assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
+    assert len(fresh_weights(tiny_random.model, 1, num_hidden_layers=1).model.layers) == 1
+    with pytest.raises(MorError, match=r"architecture\.n_layer is no field"):
+        fresh_weights(tiny_random.model, 1, n_layer=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"window": 1}, "train.window=1 must be at least 2"),
+        ({"batch_size": 0}, "train.batch_size=0 must be at least 1"),
+        ({"lr": 0.0}, "train.lr=0.0 must be > 0"),
+        ({"epochs": math.nan}, "train.epochs=nan must be > 0"),
+        ({"warmup_share": 2.0}, "between 0 and 1"),
+        ({"precision": "fp16"}, "Allowed: bf16, no"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, words):
+    with pytest.raises(MorError) as caught:
+        settings(**changes)
+    assert words in str(caught.value)
+
+
+def test_too_little_text_is_refused(tiny_random, tmp_path):
+    with pytest.raises(MorError, match="fills 4 windows of 16 tokens"):
+        train(tiny_random.model, windows(4), windows(4), settings(), None, folder=tmp_path, seed=0)
