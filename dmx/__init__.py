@@ -4,8 +4,8 @@ from dmx.assignment import Assignment
 from dmx.budget import Budget
 from dmx.evaluate.divergence import kl_divergence
 from dmx.evaluate.perplexity import perplexity
+from dmx.kernels.ops import quantize
 from dmx.layers import apply, restore
-from dmx.numerics.mx import quantize
 from dmx.quantizers import continuous_fake_quant, fake_quant
 from dmx.searching import SearchConfig, SearchResult, search
 

@@ -79,9 +79,11 @@ class _ContinuousFakeQuant(torch.autograd.Function):
         return ops.continuous_fake_quant(x, parameters)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, parameters = ctx.saved_tensors
-        grad_x, grad_offset = ops.continuous_fake_quant_backward(grads[0], x, parameters)
+        grad_x, grad_offset = ops.continuous_fake_quant_backward(
+            grads[0], x, parameters, needs_grad_x=ctx.needs_input_grad[0]
+        )
         return grad_x, grad_offset, None
 
 

@@ -122,7 +122,9 @@ def _quantize_blocks(x: Tensor, parameters: Tensor) -> _Blocks:
     clean = torch.where(finite[..., None], blocks, 0.0)
     exponent = float_exponent(clean.abs().amax(-1))
     # A block whose scale exponent would fall below -127 keeps S = -127: low and top widen.
-    widening = torch.exp2((p.e_max - 127 - exponent).clamp(min=0))[..., None]
+    # float64, so that every backend rounds the power to the same float32.
+    excess = (p.e_max - 127 - exponent).clamp(min=0).to(torch.float64)
+    widening = torch.exp2(excess).to(torch.float32)[..., None]
     u = clean * exact_power_of_two(-exponent)[..., None]
     binade = (u.abs().view(torch.int32) & ~((1 << FP32_MANTISSA_BITS) - 1)).view(torch.float32)
     low = p.low * widening

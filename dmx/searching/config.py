@@ -9,7 +9,7 @@ from dmx.errors import DmxError, FormatError
 from dmx.formats import FAMILIES, SCALE_RULES, Family, ScaleRule, check_choice, get_family
 from dmx.targets import SEARCH_TARGETS
 
-SEARCHES = ("uniform", "random", "kl", "differentiable")
+SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
 OBJECTIVES = ("cross_entropy", "kl")
 PENALTIES = ("hinge", "scaling")
 LR_SCHEDULES = ("constant", "cosine")
@@ -20,7 +20,7 @@ class SearchConfig:
     """All settings of a search; the defaults are the dMX paper's."""
 
     name: str = "differentiable"
-    """uniform | random | kl | differentiable"""
+    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable"""
     family: str = "mxfp6_mxfp4"
     """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
     units: Units = "fused"
@@ -39,6 +39,9 @@ class SearchConfig:
     scale_rule: ScaleRule = "floor"
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
+
+    score_batches: int | None = None
+    """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
 
     steps: int = 400
     """> 0; one batch a step."""
@@ -93,6 +96,8 @@ class SearchConfig:
         for name in ("steps", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise SearchConfigError(f"search.{name}={getattr(self, name)} must be at least 1")
+        if self.score_batches is not None and self.score_batches < 1:
+            raise SearchConfigError(f"search.score_batches={self.score_batches} must be at least 1 or null")
         if self.nesterov and self.momentum == 0:
             raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
         if self.name == "differentiable" and self.scale_rule != "floor":

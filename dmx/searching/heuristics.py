@@ -1,28 +1,42 @@
-"""Searches without gradients: same inputs, same budget, same projection, same result.
+"""Searches without gradient steps: same inputs, same budget, same projection, same result.
 
-    uniform     the largest uniform format that fits
-    random      steps in a random order
-    kl          the dMX paper's opponent: a unit's score is KL(reference, model) of the logits,
-                token mean, with this one unit low (weights and inputs) and the rest unquantized;
-                units are raised in the order of their scores
+    uniform      the largest uniform format that fits
+    random       steps in a random order
+    kl           the dMX paper's opponent: KL(reference, model) of the logits, token mean, with one
+                 unit low and the rest unquantized; raise in the order of KL
+    kl_per_bit   the same measurement for every candidate; raise by KL saved per added bit
+    fisher       sum over tokens and outputs of (gradient of the summed cross entropy)^2 times
+                 (output error)^2, for every candidate; exact knapsack
+    weight_mse   squared error of the weights, for every candidate; exact knapsack
 
-Every score comes from all batches. The blocks before the disturbed one are not run again.
+The reference is the unquantized model, and a unit's score quantizes its weights and inputs
+together (weight_mse knows no inputs). With three candidates a step needs the one before it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import scipy.optimize
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.budget import Budget, SearchSpace, project
-from dmx.numerics.errors import kl_divergence
-from dmx.searching.config import SearchConfig
-from dmx.searching.objective import model_logits
-from dmx.searching.offsets import searching_model
+from dmx.budget import Budget, SearchSpace, linear_layers, project
+from dmx.errors import BudgetError
+from dmx.formats import BlockFormat
+from dmx.kernels import ops
 from dmx.progress import progress
+from dmx.searching.config import SearchConfig
+from dmx.searching.objective import cross_entropy, kl_sum, model_logits
+from dmx.searching.offsets import Bank, SearchLinear, searching_model
 from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
+from dmx.searching.scores import ScoreFile, code_version
+
+STACKED_LOGITS = {"cuda": 1 << 31, "cpu": 1 << 27}
+"""Logits of disturbed models held at once, by device type."""
 
 
 def uniform_choice(space: SearchSpace, budget: Budget) -> np.ndarray:
@@ -41,60 +55,302 @@ def random_preference(space: SearchSpace, seed: int) -> np.ndarray:
     return np.sort(draws, axis=1)[:, ::-1]
 
 
-@torch.no_grad()
-def kl_scan(
-    model: nn.Module,
-    batches: Sequence[Tensor],
-    space: SearchSpace,
-    config: SearchConfig,
-    candidates: Sequence[int],
-) -> np.ndarray:
-    """KL of each unit alone at each candidate format; (U, len(candidates)) float64, nats/token."""
-    device = next(model.parameters()).device
-    scores = np.zeros((len(space.units), len(candidates)))
-    total = len(batches) * scores.size
-    with (
-        searching_model(model, space, config.format_family, config.scale_rule) as bank,
-        progress("kl scan", total) as advance,
-    ):
-        bank.set_full()
-        replay = PrefixReplay(model)
-        exact = prefix_replay_is_exact(model, batches[0][:1].to(device))
-        # A fused group lies in one block; take the first of its layers' blocks all the same.
-        first_block = [
-            min(replay.block_of(layer) for layer in unit.layers) if exact else 0
-            for unit in space.units
-        ]
-        for batch in batches:
-            tokens = batch.to(device)
+def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np.ndarray:
+    """The choice with the least sum of scores within the budget, exactly.
+
+    Args:
+        scores: (U, F) float64, score of each unit at each candidate.
+
+    Returns:
+        (U,) int64.
+
+    Raises:
+        BudgetError: no choice fits.
+    """
+    space.check_budget(budget, warn=False)
+    n_units, n_formats = scores.shape
+    bits = space.candidate_bits(budget.unit)
+    cost = space.weights[:, None] * (bits - bits[0])[None]
+    room = budget.limit * space.total_weight - space.average([0] * n_units, budget.unit) * space.total_weight
+    # In units of the largest cost, so that the solver's absolute tolerance means something.
+    unit_cost = cost.max() or 1.0
+    one_each = np.kron(np.eye(n_units), np.ones(n_formats))
+    # Scores span many decades; the solver's tolerances are absolute.
+    saved = scores[:, :1] - scores
+    result = scipy.optimize.milp(
+        -(saved / (np.abs(saved).max() or 1.0)).ravel(),
+        constraints=[
+            scipy.optimize.LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
+            scipy.optimize.LinearConstraint(one_each, 1, 1),
+        ],
+        integrality=np.ones(scores.size),
+        bounds=scipy.optimize.Bounds(0, 1),
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.x is None:
+        raise BudgetError(f"budget.limit={budget.limit}: the solver found no choice ({result.message})")
+    return result.x.reshape(n_units, n_formats).argmax(1).astype(np.int64)
+
+
+# --- measuring ---------------------------------------------------------------------------------
+
+
+class Scan:
+    """Scores of every unit at candidate formats, from batches; kept in score files."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        space: SearchSpace,
+        config: SearchConfig,
+        *,
+        fingerprint: dict[str, Any],
+        folder: Path | None,
+    ) -> None:
+        self.model, self.space, self.config = model, space, config
+        self.batches = list(batches)[: config.score_batches]
+        self.fingerprint, self.folder = fingerprint, folder
+        self.device = next(model.parameters()).device
+
+    def _file(self, kind: str, block_format: BlockFormat) -> ScoreFile:
+        key = {
+            "kind": kind, "format": block_format.name, "scale_rule": self.config.scale_rule,
+            "units": [[u.name, list(u.layers)] for u in self.space.units],
+            "fixed": {k: str(v) for k, v in self.space.fixed.items()}, "code": code_version(),
+            **({} if kind == "weight_mse" else {"score_batches": len(self.batches)}),
+            **self.fingerprint,
+        }  # fmt: skip
+        return ScoreFile(self.folder, key)
+
+    def kl(self, candidates: Sequence[int]) -> np.ndarray:
+        """(U, len(candidates)) KL of each unit alone at each candidate, nats/token."""
+        return self._collect("kl", candidates, self._scan_kl)
+
+    def fisher(self) -> np.ndarray:
+        """(U, F); see the module's docstring."""
+        return self._collect("fisher", range(len(self.space.formats)), self._scan_fisher)
+
+    def weight_mse(self) -> np.ndarray:
+        """(U, F) sum of squared weight errors."""
+        return self._collect("weight_mse", range(len(self.space.formats)), self._scan_weights)
+
+    def _collect(
+        self, kind: str, candidates: Sequence[int], scan: Callable[[list[BlockFormat], list[ScoreFile]], None]
+    ) -> np.ndarray:
+        formats = [self.space.formats[c] for c in candidates]
+        files = [self._file(kind, f) for f in formats]
+        parts = self._parts(kind)
+        self._memory: dict[str, tuple[np.ndarray, int]] = {}
+        missing = [
+            (f, file) for f, file in zip(formats, files, strict=True)
+            if (found := file.load()) is None or found[1] < parts
+        ]  # fmt: skip
+        if missing:
+            scan([f for f, _ in missing], [file for _, file in missing])
+        columns = []
+        for block_format, file in zip(formats, files, strict=True):
+            found = self._memory.get(block_format.name) or file.load()
+            assert found is not None and found[1] == parts
+            columns.append(found[0])
+        return np.stack(columns, axis=1)
+
+    def _parts(self, kind: str) -> int:
+        """How many parts a scan counts for its resumption."""
+        return 1 if kind == "weight_mse" else len(self.batches)
+
+    def _save(self, block_format: BlockFormat, file: ScoreFile, values: np.ndarray, done: int) -> None:
+        self._memory[block_format.name] = (values.copy(), done)
+        file.save(values, done)
+
+    # kl: parts are batches ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scan_kl(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        n_units, n_batches = len(self.space.units), len(self.batches)
+        sums, done = _partial(files, n_units)
+        with (
+            searching_model(self.model, self.space, self.config.format_family, self.config.scale_rule) as bank,
+            progress("kl scan", n_batches * n_units * len(formats), done=done * n_units * len(formats)) as advance,
+        ):
             bank.set_full()
-            reference = replay.reference(tokens) if exact else model_logits(model, tokens)
-            for u in range(len(space.units)):
-                for c, candidate in enumerate(candidates):
-                    formats = [None] * len(space.units)
-                    bank.set_formats([*formats[:u], space.formats[candidate], *formats[u + 1 :]])
-                    logits = replay.logits(tokens, first_block[u])
-                    scores[u, c] += float(kl_divergence(reference, logits)) / len(batches)
-                    advance("")
-    return scores
+            replay = PrefixReplay(self.model)
+            reuse = prefix_replay_is_exact(self.model, self.batches[0][:1].to(self.device))
+            groups = self._groups(replay if reuse else None)
+            for index in range(done, n_batches):
+                tokens = self.batches[index].to(self.device)
+                bank.set_full()
+                reference = replay.reference(tokens) if reuse else model_logits(self.model, tokens)
+                log_q = torch.log_softmax(reference.flatten(0, 1).float(), -1)
+                batch_sums = torch.zeros(n_units, len(formats), dtype=torch.float64, device=self.device)
+                for block, units in groups:
+                    jobs = [(u, f) for u in units for f in range(len(formats))]
+                    for part in _split(jobs, self._stack_size(reference)):
+                        self._disturb(bank, replay, tokens, block, part, formats, log_q, batch_sums)
+                        for _ in part:
+                            advance()
+                sums += batch_sums.cpu().numpy() / (tokens.numel() * n_batches)
+                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
+                    self._save(block_format, file, sums[:, column], index + 1)
+
+    def _groups(self, replay: PrefixReplay | None) -> list[tuple[int, list[int]]]:
+        """(block, units in it); block -1: no reuse."""
+        if replay is None:
+            return [(-1, list(range(len(self.space.units))))]
+        groups: dict[int, list[int]] = {}
+        for u, unit in enumerate(self.space.units):
+            found = {replay.block_of(layer) for layer in unit.layers}
+            groups.setdefault(found.pop() if len(found) == 1 else -1, []).append(u)
+        return sorted(groups.items())
+
+    def _stack_size(self, logits: Tensor) -> int:
+        return max(1, STACKED_LOGITS.get(self.device.type, 1 << 27) // logits.numel())
+
+    def _disturb(
+        self, bank: Bank, replay: PrefixReplay, tokens: Tensor, block: int,
+        jobs: list[tuple[int, int]], formats: list[BlockFormat], log_q: Tensor, sums: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds the summed KL of each (unit, format) of one block to sums[unit, format]."""
+
+        def disturbed(job: tuple[int, int]) -> None:
+            alone: list[BlockFormat | None] = [None] * len(self.space.units)
+            alone[job[0]] = formats[job[1]]
+            bank.set_formats(alone)
+
+        if block < 0:
+            for job in jobs:
+                disturbed(job)
+                sums[job] += kl_sum(log_q, model_logits(self.model, tokens).flatten(0, 1))
+            return
+        outputs = []
+        for job in jobs:
+            disturbed(job)
+            outputs.append(replay.block_output(tokens, block))
+        bank.set_full()
+        logits = replay.logits_after(tokens, block, outputs)
+        for job, own in zip(jobs, logits.chunk(len(jobs)), strict=True):
+            sums[job] += kl_sum(log_q, own.flatten(0, 1))
+
+    # fisher: parts are batches -----------------------------------------------------------------
+
+    def _scan_fisher(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        n_units = len(self.space.units)
+        sums, done = _partial(files, n_units)
+        with (
+            searching_model(self.model, self.space, self.config.format_family, self.config.scale_rule) as bank,
+            progress("fisher scan", len(self.batches), done=done) as advance,
+        ):
+            for index in range(done, len(self.batches)):
+                tokens = self.batches[index].to(self.device)
+                totals = torch.zeros(n_units, len(formats), dtype=torch.float32, device=self.device)
+                self._fisher_pass(bank, tokens, formats, totals)
+                sums += totals.double().cpu().numpy() / len(self.batches)
+                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
+                    self._save(block_format, file, sums[:, column], index + 1)
+                advance()
+
+    def _fisher_pass(
+        self, bank: Bank, tokens: Tensor, formats: list[BlockFormat], totals: Tensor
+    ) -> None:
+        """One forward and backward of the unquantized model, which adds to totals (U, F)."""
+        bank.set_full()
+        handles = []
+
+        def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
+            x = inputs[0].detach()
+            if output.requires_grad:
+                output.register_hook(
+                    lambda grad: _add_fisher(layer, x, grad, formats, self.config.scale_rule, totals)
+                )
+
+        for module in self.model.modules():
+            if isinstance(module, SearchLinear):
+                handles.append(module.register_forward_hook(watch))  # type: ignore[arg-type]
+        try:
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+            with torch.enable_grad():
+                # Gradients flow from the embeddings' output on; no weight needs one.
+                starts = embedding.register_forward_hook(
+                    lambda _m, _i, out: out.detach().requires_grad_()
+                )
+                handles.append(starts)
+                logits = model_logits(self.model, tokens)
+                n_predictions = tokens.shape[0] * (tokens.shape[1] - 1)
+                (cross_entropy(logits, tokens) * n_predictions).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # weights: one part -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scan_weights(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        layers = linear_layers(self.model)
+        for block_format, file in zip(formats, files, strict=True):
+            sums = np.zeros(len(self.space.units))
+            for u, unit in enumerate(self.space.units):
+                weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
+                for weight in weights.values():
+                    error = ops.fake_quant(
+                        weight.detach(), block_format, scale_rule=self.config.scale_rule
+                    ).float() - weight.float()
+                    sums[u] += float(error.square().sum(dtype=torch.float64))
+            self._save(block_format, file, sums, 1)
+
+
+@torch.no_grad()
+def _add_fisher(
+    layer: SearchLinear, x: Tensor, grad: Tensor, formats: list[BlockFormat], scale_rule: Any, totals: Tensor
+) -> None:
+    exact = F.linear(x, layer.weight)
+    squared = grad.float().square()
+    for column, block_format in enumerate(formats):
+        quantized = F.linear(
+            ops.fake_quant(x, block_format, scale_rule=scale_rule),
+            ops.fake_quant(layer.weight, block_format, scale_rule=scale_rule),
+        )
+        error = quantized.float() - exact.float()
+        totals[layer.unit, column] += torch.dot(squared.flatten(), error.square_().flatten())
+
+
+def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:
+    """Sums (U, files) and the number of parts that all of the files hold; zeros when they differ."""
+    found = [file.load() for file in files]
+    done = {0 if f is None else f[1] for f in found}
+    if len(done) != 1 or done == {0}:
+        return np.zeros((n_units, len(files))), 0
+    return np.stack([f[0] for f in found if f is not None], axis=1), done.pop()
+
+
+def _split(jobs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+
+# --- choosing ----------------------------------------------------------------------------------
 
 
 def heuristic_choice(
-    model: nn.Module,
-    batches: Sequence[Tensor],
-    space: SearchSpace,
-    budget: Budget,
-    config: SearchConfig,
+    scan: Scan, space: SearchSpace, budget: Budget, config: SearchConfig
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Choice, preference (U, F-1) and seconds of a search that takes no gradient steps."""
+    """Choice (U,), preference (U, F-1) and seconds of a search that takes no gradient steps."""
     start = time.perf_counter()
-    lowest = np.zeros(len(space.units), dtype=np.int64)
+    n_units, n_formats = len(space.units), len(space.formats)
+    lowest = np.zeros(n_units, dtype=np.int64)
     if config.name == "uniform":
-        preference = np.zeros((len(space.units), len(space.formats) - 1))
+        preference = np.zeros((n_units, n_formats - 1))
         return uniform_choice(space, budget), preference, time.perf_counter() - start
+    gain = None
     if config.name == "random":
         preference = random_preference(space, config.seed)
+    elif config.name == "kl":
+        preference = scan.kl(range(n_formats - 1))
     else:
-        preference = kl_scan(model, batches, space, config, range(len(space.formats) - 1))
-    choice = project(space, budget, lowest, preference)
+        scores = {"kl_per_bit": lambda: scan.kl(range(n_formats)), "fisher": scan.fisher,
+                  "weight_mse": scan.weight_mse}[config.name]()  # fmt: skip
+        gain = scores[:, :-1] - scores[:, 1:]
+        added = space.weights[:, None] * np.diff(space.candidate_bits(budget.unit))[None]
+        preference = gain / added
+        if config.name != "kl_per_bit":
+            lowest = solve_knapsack(space, budget, scores)
+    choice = project(space, budget, lowest, preference, gain=gain)
     return choice, preference, time.perf_counter() - start

@@ -90,6 +90,22 @@ def kl_loss(logits: Tensor, reference: Tensor) -> Tensor:
     return loss
 
 
+def kl_sum(log_q: Tensor, logits: Tensor) -> Tensor:
+    """Sum over rows of KL(reference, model), without gradient; 0-d float64, nats.
+
+    Args:
+        log_q: (rows, vocab) float32 log probabilities of the reference.
+        logits: (rows, vocab) of the model.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    for start in range(0, logits.shape[0], rows):
+        part = slice(start, start + rows)
+        log_p = torch.log_softmax(logits[part], -1, dtype=torch.float32)
+        total += (log_q[part].exp() * (log_q[part] - log_p)).sum(dtype=torch.float64)
+    return total
+
+
 def task_loss(
     objective: str, logits: Tensor, tokens: Tensor, reference: Tensor | None
 ) -> Tensor:

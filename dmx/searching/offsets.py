@@ -118,9 +118,13 @@ class _SoftLinear(torch.autograd.Function):
         flat_grad = grad.reshape(-1, grad.shape[-1])
         quantized_x = ops.continuous_fake_quant(x, parameters).reshape(-1, x.shape[-1])
         grad_weight = flat_grad.t() @ quantized_x
-        _, by_weight = ops.continuous_fake_quant_backward(grad_weight, weight, parameters)
-        grad_x = grad @ ops.continuous_fake_quant(weight, parameters)
-        grad_x, by_input = ops.continuous_fake_quant_backward(grad_x, x, parameters)
+        _, by_weight = ops.continuous_fake_quant_backward(
+            grad_weight, weight, parameters, needs_grad_x=False
+        )
+        grad_x, by_input = ops.continuous_fake_quant_backward(
+            grad @ ops.continuous_fake_quant(weight, parameters), x, parameters,
+            needs_grad_x=ctx.needs_input_grad[0],
+        )  # fmt: skip
         return grad_x, None, None, by_weight + by_input, None
 
 

@@ -1,4 +1,5 @@
-"""Forward passes that start in the middle: the blocks before the disturbed one are not run again."""
+"""Forward passes that start in the middle: the blocks before the disturbed one are not run again,
+and the disturbances of one block share one pass through all that comes after it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,18 +12,22 @@ from dmx.searching.objective import model_logits
 
 
 def decoder_blocks(model: nn.Module) -> nn.ModuleList | None:
-    """The list of blocks that a language model runs in order: its longest ModuleList, if it is
-    one whose blocks hold linear layers; None when there is none."""
+    """The list of blocks that a language model runs in order: its longest ModuleList whose blocks
+    hold linear layers; None when there is none."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     lists = [m for m in lists if any(isinstance(x, nn.Linear) for x in m.modules())]
     return max(lists, key=len) if lists else None
 
 
-class PrefixReplay:
-    """Logits of one batch with the undisturbed prefix taken from a reference pass.
+class _Stop(Exception):
+    """Ends a forward pass after the block that was asked for."""
 
-    Valid while only layers in block `first_block` or later differ from the reference pass, for
-    models that feed each block's output to the next block alone.
+
+class PrefixReplay:
+    """Passes over one batch that take the undisturbed prefix from a reference pass.
+
+    Valid while only layers in the named block differ from the reference pass, for models that
+    feed each block's output to the next block alone (`prefix_replay_is_exact` finds out).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,59 +36,73 @@ class PrefixReplay:
         self._outputs: list[Any] = []
 
     def block_of(self, layer_name: str) -> int:
-        """Index of the block that holds a layer; 0 (no prefix) for layers outside the blocks."""
-        if self.blocks is None:
-            return 0
+        """Index of the block that holds a layer; -1 for layers outside the blocks."""
         target = self.model.get_submodule(layer_name)
-        for i, block in enumerate(self.blocks):
+        for i, block in enumerate(self.blocks or []):
             if any(module is target for module in block.modules()):
                 return i
-        return 0
+        return -1
 
     def reference(self, tokens: Tensor) -> Tensor:
         """Logits of a full pass; keeps the output of every block."""
         self._outputs = []
-        handles = []
-        for block in self.blocks or []:
-            handles.append(block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out)))
+        handles = [
+            block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out))
+            for block in self.blocks or []
+        ]
         try:
             return model_logits(self.model, tokens)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def logits(self, tokens: Tensor, first_block: int) -> Tensor:
-        """Logits with blocks before `first_block` taken from the last reference pass."""
-        with self._skipped(first_block):
-            return model_logits(self.model, tokens)
+    def block_output(self, tokens: Tensor, block: int) -> Tensor:
+        """Output of one block as the model now is, fed with the reference pass's input to it."""
+        assert self.blocks is not None
+        found: list[Any] = []
+
+        def stop(_module: nn.Module, _inputs: Any, out: Any) -> None:
+            found.append(out)
+            raise _Stop
+
+        handle = self.blocks[block].register_forward_hook(stop)
+        try:
+            with self._given(block - 1, self._outputs[block - 1] if block else None):
+                model_logits(self.model, tokens)
+        except _Stop:
+            pass
+        finally:
+            handle.remove()
+        return found[0]
+
+    def logits_after(self, tokens: Tensor, block: int, outputs: list[Tensor]) -> Tensor:
+        """Logits (len(outputs) * batch, length, vocab) given several outputs of one block."""
+        with self._given(block, torch.cat(outputs)):
+            return model_logits(self.model, tokens.repeat(len(outputs), 1))
 
     @contextmanager
-    def _skipped(self, first_block: int) -> Iterator[None]:
-        if first_block == 0 or self.blocks is None:
-            yield
-            return
-        kept = self._outputs[first_block - 1]
-        skipped = [self.blocks[i] for i in range(first_block)]
-        # A block may have a forward of its own already, as accelerate's hooks give it.
-        own = [block.__dict__.get("forward") for block in skipped]
-        for block in skipped:
-            block.forward = lambda *_args, **_kwargs: kept
+    def _given(self, block: int, output: Any) -> Iterator[None]:
+        """Inside, blocks up to and including `block` are not run; the last one gives `output`."""
+        skipped = [self.blocks[i] for i in range(block + 1)] if self.blocks is not None else []
+        for module in skipped:
+            module.forward = lambda *_args, **_kwargs: output
         try:
             yield
         finally:
-            for block, forward in zip(skipped, own, strict=True):
-                if forward is None:
-                    del block.forward
-                else:
-                    block.forward = forward
+            for module in skipped:
+                del module.forward
 
 
 @torch.no_grad()
 def prefix_replay_is_exact(model: nn.Module, tokens: Tensor) -> bool:
-    """Whether a replay from the last block gives the logits of the full pass, bit for bit; a model
-    with connections around its blocks fails it and must be scanned without reuse."""
+    """Whether passes from the middle give the logits of the full pass, bit for bit, for one row of
+    tokens; a model with connections around its blocks fails and must be scanned without reuse."""
     replay = PrefixReplay(model)
     if replay.blocks is None:
         return False
     full = replay.reference(tokens)
-    return torch.equal(full, replay.logits(tokens, len(replay.blocks) - 1))
+    if not all(isinstance(out, Tensor) for out in replay._outputs):
+        return False
+    middle = len(replay.blocks) // 2
+    output = replay.block_output(tokens, middle)
+    return torch.equal(full, replay.logits_after(tokens, middle, [output]))

@@ -5,8 +5,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from dmx.assignment import Assignment, make_assignment
@@ -19,7 +21,7 @@ from dmx.models import architecture_sha256, check_searchable
 from dmx.searching.batches import batches_sha256, list_batches
 from dmx.searching.config import SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
-from dmx.searching.heuristics import heuristic_choice
+from dmx.searching.heuristics import Scan, heuristic_choice
 from dmx.searching.result import SearchResult
 
 
@@ -51,6 +53,7 @@ def search(
     config: SearchConfig,
     *,
     folder: str | Path | None = None,
+    score_folder: str | Path | None = None,
 ) -> SearchResult:
     """Choose a format for every unit of a model so that the average bits stay within a budget.
 
@@ -59,7 +62,10 @@ def search(
             returns an object with `.logits`; fp32, bf16 or fp16, on any device.
         batches: int64 token ids (batch, length), all of one shape; cycled, reshuffled by
             `config.seed` each pass. A generator is listed once.
-        folder: makes a differentiable search resumable and receives history.jsonl and offsets.npz.
+        folder: makes the search resumable; a differentiable one leaves history.jsonl and
+            offsets.npz there.
+        score_folder: where scans keep their score files; default `folder`/scores. Searches that
+            share it share scans.
 
     Returns:
         The result; the model, its mode and its requires_grad are as they were, also after an
@@ -86,7 +92,14 @@ def search(
         choice, preference = run.projected_choice(), run.preference()
         history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
     else:
-        choice, preference, _ = heuristic_choice(model, listed, space, budget, config)
+        if score_folder is None and where is not None:
+            score_folder = where / "scores"
+        scan = Scan(
+            model, listed, space, config,
+            fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
+            folder=None if score_folder is None else Path(score_folder),
+        )  # fmt: skip
+        choice, preference, _ = heuristic_choice(scan, space, budget, config)
         history, raw, complaints = [], None, []
     return SearchResult(
         assignment=make_assignment(
@@ -113,22 +126,27 @@ def uniform_assignment(
     return make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)
 
 
+def model_fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What tells two models apart: architecture, dtype, and a cheap sum of every parameter."""
+    config = getattr(model, "config", None)
+    sums = [float(p.detach().sum(dtype=torch.float32)) for p in model.parameters()]
+    return {
+        "architecture": architecture_sha256(config) if config is not None else None,
+        "weights": sha256(json.dumps(sums).encode()),
+        "dtype": str(next(model.parameters()).dtype),
+    }
+
+
 def _fingerprint(
     model: nn.Module, batches: list[Tensor], budget: Budget, config: SearchConfig
 ) -> str:
     """Hash of everything that the numbers of a search depend on, but for the machine."""
     settings = asdict(config)
     del settings["checkpoint_every"]
-    parameter = next(model.parameters())
-    # Weights by a cheap sum each: enough to tell two checkpoints of one architecture apart.
-    sums = [float(p.detach().float().sum()) for p in model.parameters()]
-    model_config = getattr(model, "config", None)
     body = {
         "config": settings,
         "budget": asdict(budget),
         "batches": batches_sha256(batches),
-        "architecture": architecture_sha256(model_config) if model_config is not None else None,
-        "weights": sums,
-        "dtype": str(parameter.dtype),
+        **model_fingerprint(model),
     }
     return sha256(json.dumps(body, sort_keys=True).encode())
