@@ -14,17 +14,19 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 import io
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dmx.budget import Budget, SearchSpace, project
-from dmx.errors import RunError
+from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text
 from dmx.searching import schedule
 from dmx.searching.batches import batch_order
@@ -36,6 +38,9 @@ from dmx.searching.processes import Processes
 from dmx.progress import progress
 
 STATE_FILE = "search_state.pt"
+_STATE_KEYS = {
+    "fingerprint", "step", "raw", "optimizer", "history", "raw_rows", "warnings", "complained",
+}  # fmt: skip
 
 
 class DifferentiableSearch:
@@ -246,8 +251,14 @@ class DifferentiableSearch:
             state = torch.load(path, map_location=self.device, weights_only=True)
         except Exception as error:
             raise RunError(
-                f"{path} is damaged ({error}). Delete it to search again from the start."
+                f"{path} is damaged ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "
+                "Delete it to search again from the start."
             ) from error
+        if not isinstance(state, dict) or set(state) != _STATE_KEYS:
+            raise RunError(
+                f"{path} is damaged (it holds no search state). Delete it to search again from "
+                "the start."
+            )
         if state["fingerprint"] != self.fingerprint:
             raise RunError(
                 f"{self.folder} holds a search with other settings, data or model. Choose another "
@@ -296,24 +307,37 @@ class DifferentiableSearch:
             )
 
 
-class _checkpointing:
-    """Gradient checkpointing of a transformers model, switched on inside and off after."""
+@contextmanager
+def _checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
+    """Gradient checkpointing of a transformers model inside, everything as it was after.
 
-    def __init__(self, model: nn.Module, on: bool) -> None:
-        self.model = model
-        self.on = on and not getattr(model, "is_gradient_checkpointing", False)
+    `gradient_checkpointing_enable` is not used: it leaves a hook on the embeddings behind.
 
-    def __enter__(self) -> None:
-        if self.on:
-            # The input of the first block needs no gradient, the offsets inside it do: only the
-            # non-reentrant form sees them. Blocks checkpoint when they are in training mode;
-            # their children stay in eval mode, so that dropout stays off.
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            for module in self.model.modules():
-                if hasattr(module, "gradient_checkpointing"):
-                    module.training = True
-
-    def __exit__(self, *_: object) -> None:
-        if self.on:
-            self.model.gradient_checkpointing_disable()
-            self.model.eval()
+    Raises:
+        ModelError: the model has no blocks that checkpoint.
+    """
+    if not on:
+        yield
+        return
+    blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    if not blocks:
+        raise ModelError(
+            f"search.gradient_checkpointing=true: {type(model).__name__} does not support it. "
+            "Set it to false."
+        )
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
+    before = [{k: m.__dict__[k] for k in names if k in m.__dict__} for m in blocks]
+    for block in blocks:
+        # The input of the first block needs no gradient, the offsets inside it do: only the
+        # non-reentrant form sees them. Blocks checkpoint when they are in training mode; their
+        # children stay in eval mode, so that dropout stays off.
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        block.training = True
+    try:
+        yield
+    finally:
+        for block, values in zip(blocks, before, strict=True):
+            for name in names:
+                block.__dict__.pop(name, None)
+            block.__dict__.update(values)
