@@ -293,7 +293,7 @@ def test_tied_embeddings_count_once(make_tiny):
     [
         (
             {"exclude": ["*.nothing"]},
-            r"search\.exclude: '\*\.nothing' matches none of the 2",
+            r"search\.exclude: .*'\*\.nothing' matches none of the 2",
         ),
         ({"fixed": {"fc": "mxfp4"}}, r"search\.fixed: pattern 'fc' matches none.*whole names"),
         ({"exclude": ["*"]}, r"nothing to search: 2 linear layers.*excluded: 2"),

@@ -47,12 +47,9 @@ def test_annealing_is_the_formula_of_its_family():
     raw, k, t = EVERY_RAW.double(), 20, 0.7
     two = 2 * torch.sigmoid(k * t * (raw / 2 - 1 / 2))
     three = torch.sigmoid(k * t * (raw - 1 / 2)) + torch.sigmoid(k * t * (raw - 3 / 2))
-    for name, _expected in (
-        ("mxfp6_mxfp4", two),
-        ("mxfp8_mxfp4", two),
-        ("mxfp8_mxfp6_mxfp4", three),
-    ):
-        torch.testing.assert_close(anneal(raw, t, get_family(name)), by_hand)
+    by_hand = {"mxfp6_mxfp4": two, "mxfp8_mxfp4": two, "mxfp8_mxfp6_mxfp4": three}
+    for name, expected in by_hand.items():
+        torch.testing.assert_close(anneal(raw, t, get_family(name)), expected)
 
 
 @pytest.mark.parametrize(("family", "bits"), [("mxfp6_mxfp4", 4.04), ("mxfp8_mxfp4", 4.07)])
@@ -169,7 +166,7 @@ def test_the_gradient_by_the_raw_offset_is_that_of_the_smooth_part(family, raw_s
     b0 = float(anneal(raw.detach().double(), temperature, kind))
     of_x, low, clamped = held_quantizer(x.detach(), b0, family)
     of_weight, _, _ = held_quantizer(toy.fc.weight.detach(), b0, family)
-    assert low > 10 and clamped > 0  # both branches are seen
+    assert low > 0 and clamped > 0  # both branches are seen
 
     def loss(raw_value, values=None):
         b = float(anneal(torch.tensor([raw_value], dtype=torch.float64), temperature, kind))

@@ -1,0 +1,444 @@
+"""The gradient search: what it finds, what it leaves behind, and how it goes on after a stop."""
+
+import copy
+import itertools
+import json
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dmx
+from dmx.assignment import make_assignment
+from dmx.budget import Budget, build_space, is_maximal
+from dmx.data import DataConfig, encode, load_text, token_batches
+from dmx.errors import DmxError, ModelError, RunError
+from dmx.formats import FAMILIES, get_family
+from dmx.searching import SearchConfig, search_space, uniform_assignment
+from dmx.searching.differentiable import STATE_FILE
+from dmx.searching.result import SearchResult
+
+
+def text_batches(tokenizer, n=6, rows=4, window=64):
+    text = load_text(DataConfig(name="embedded", split="calibration", max_characters=60_000))
+    return token_batches(encode(tokenizer, text), window, rows, seed=0, n_batches=n)
+
+
+def held_out(tokenizer):
+    text = load_text(DataConfig(name="embedded", split="evaluation", max_characters=20_000))
+    return encode(tokenizer, text)
+
+
+def perplexity(model, assignment, tokens):
+    dmx.apply(model, assignment, cache_weights=True)
+    try:
+        return dmx.perplexity(model, tokens, window=64, batch_size=32)
+    finally:
+        dmx.restore(model)
+
+
+def numbers(history):
+    """Rows without the wall clock."""
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in history]
+
+
+@pytest.fixture
+def tiny(tiny_random):
+    return tiny_random.model, text_batches(tiny_random.tokenizer, n=3, rows=2, window=32)
+
+
+# ---------------------------------------------------------------- what it finds
+
+# The published settings may drive every offset of such a small model to 0 in so few steps.
+STEADY = {
+    "objective": "kl", "raw_start": 1.0, "lr": 3.0, "momentum": 0.9, "lr_schedule": "cosine",
+    "steps": 60, "evaluate_every": 60,
+}  # fmt: skip
+
+
+def test_it_beats_the_uniform_format_of_the_same_budget(tiny_trained):
+    model, tokens = tiny_trained.model, held_out(tiny_trained.tokenizer)
+    budget, config = Budget(5.0), SearchConfig(**STEADY | {"steps": 120})
+    learned = dmx.search(model, text_batches(tiny_trained.tokenizer), budget, config)
+    uniform = dmx.search(model, [tokens[None, :64]], budget, SearchConfig(name="uniform"))
+    full = dmx.perplexity(model, tokens, window=64, batch_size=32)
+    low, found = (perplexity(model, r.assignment, tokens) for r in (uniform, learned))
+    assert set(uniform.assignment.formats.values()) == {"mxfp4"}
+    # At 5.0 of 4 to 6 bits about half of the damage can be undone; a third must be.
+    assert found - full < 0.67 * (low - full)
+    assert learned.assignment.bits["element_bits"] <= 5.0
+
+
+class Toy(nn.Module):
+    """Layers side by side, added up with gains: the louder a layer, the more its format matters."""
+
+    gains = (1.0, 8.0, 1.0, 0.5, 8.0, 1.0)
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Embedding(32, 64)
+        self.layers = nn.ModuleList([nn.Linear(64, 32, bias=False) for _ in self.gains])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+
+    def forward(self, input_ids, use_cache=False):
+        x = self.embedding(input_ids)
+        outputs = [gain * layer(x) for gain, layer in zip(self.gains, self.layers, strict=True)]
+        return SimpleNamespace(logits=sum(outputs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["kl", "differentiable"])
+def test_the_best_assignment_of_a_toy_is_found(name, family):
+    """Room for two raises by four bits: the two loud layers, as trying everything shows."""
+    model, batches = Toy(), [torch.arange(32).reshape(2, 16)]
+    formats = get_family(family).formats
+    two_raised = 4 + 2 / 6 * (formats[-1].element_bits - 4)
+    config = SearchConfig(name=name, family=family, **STEADY)
+    found = dmx.search(model, batches, Budget(two_raised), config).assignment
+
+    reference, space = copy.deepcopy(model), search_space(model, config)
+    divergence = {}
+    for choice in itertools.product(range(len(formats)), repeat=6):
+        if is_maximal(space, Budget(two_raised), np.array(choice)):
+            dmx.apply(model, make_assignment(space, np.array(choice), model))
+            tokens = batches[0].flatten()
+            divergence[choice] = dmx.kl_divergence(model, reference, tokens, window=16)
+            dmx.restore(model)
+    best = min(divergence, key=divergence.__getitem__)
+    learned = tuple([f.name for f in formats].index(found.formats[u.name]) for u in space.units)
+    low, high = divergence[best], max(divergence.values())
+    if len(formats) == 2:
+        assert best == (0, 1, 0, 0, 1, 0) == learned
+    else:  # eight bits for one layer or six for two: near the best of many close ones
+        assert divergence[learned] <= low + 0.2 * (high - low)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("unit", ["element_bits", "bits_per_element"])
+def test_every_setting_ends_within_the_budget_and_maximal(family, unit, tiny):
+    model, batches = tiny
+    for i, (units, weighting, name) in enumerate(
+        itertools.product(("fused", "layer"), ("elements", "layers"), ("differentiable", "random"))
+    ):
+        config = SearchConfig(
+            name=name, family=family, units=units, weighting=weighting, steps=4, raw_start=1.0,
+            evaluate_every=4, seed=i, penalty=("hinge", "scaling")[i % 2],
+            objective=("kl", "cross_entropy")[i % 2], exclude=["*.1.self_attn.o_proj"],
+            fixed={"*.0.mlp.down_proj": "mxfp8"},
+        )  # fmt: skip
+        space = search_space(model, config)
+        low, high = space.bounds(unit)
+        budget = Budget(low + (high - low) * (0.2 + 0.1 * i), unit)
+        assignment = dmx.search(model, batches, budget, config).assignment
+        names = [f.name for f in space.formats]
+        choice = np.array([names.index(assignment.formats[u.layers[0]]) for u in space.units])
+        assert is_maximal(space, budget, choice)
+        assert assignment.bits[unit] == space.average(choice, unit) <= budget.limit
+        assert assignment.formats["model.layers.0.mlp.down_proj"] == "mxfp8_e4m3"
+        assert "model.layers.1.self_attn.o_proj" in assignment.unquantized
+        fused = {assignment.formats[f"model.layers.0.self_attn.{x}_proj"] for x in "qkv"}
+        assert units == "layer" or len(fused) == 1
+
+
+def test_uniform_assignments_cover_every_format_and_leave_the_head(tiny):
+    model, _ = tiny
+    for block_format in dmx.formats.MX_FORMATS:
+        assignment = uniform_assignment(model, block_format, SearchConfig())
+        assert set(assignment.formats.values()) == {block_format.name}
+        assert assignment.bits["element_bits"] == block_format.element_bits
+        assert "lm_head" not in assignment.formats and len(assignment.formats) == 14
+
+
+# ---------------------------------------------------------------- what it leaves behind
+
+
+def state_of(model):
+    return (
+        {name: (id(m), m.training, len(m._forward_hooks)) for name, m in model.named_modules()},
+        {n: (id(p), p.requires_grad, p._version, p.grad) for n, p in model.named_parameters()},
+        {name: sorted(m.__dict__) for name, m in model.named_modules()},
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["differentiable", "kl"])
+def test_the_model_is_as_it_was_after_a_search_and_after_an_exception(name, checkpointing, tiny):
+    model, batches = tiny
+    model.train()
+    model.model.layers[1].mlp.eval()
+    model.model.norm.weight.requires_grad_(False)
+    before = state_of(model)
+    config = SearchConfig(name=name, steps=3, gradient_checkpointing=checkpointing)
+    dmx.search(model, batches, Budget(5.0), config)
+    assert state_of(model) == before
+
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == 4:
+            raise KeyboardInterrupt if name == "kl" else RuntimeError("out of memory")
+
+    handle = model.model.layers[1].mlp.down_proj.register_forward_hook(fail)
+    before = state_of(model)
+    with pytest.raises((RuntimeError, KeyboardInterrupt)):
+        dmx.search(model, batches, Budget(5.0), config)
+    assert next(calls) > 4 and state_of(model) == before
+    handle.remove()
+
+
+def test_checkpointing_changes_memory_not_numbers(tiny):
+    model, batches = tiny
+    found = [
+        dmx.search(
+            model, batches, Budget(5.0),
+            SearchConfig(steps=4, raw_start=1.0, gradient_checkpointing=on),
+        ).history
+        for on in (False, True)
+    ]  # fmt: skip
+    assert numbers(found[0]) == numbers(found[1])
+
+
+def test_a_second_search_gives_the_same_numbers(tiny):
+    model, batches = tiny
+    config = SearchConfig(steps=12, raw_start=1.0, evaluate_every=6)
+    a, b = (dmx.search(model, batches, Budget(5.0), config) for _ in range(2))
+    assert numbers(a.history) == numbers(b.history) and a.assignment == b.assignment
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_models_in_training_mode_are_searched(dtype, make_tiny, tiny):
+    model = make_tiny("llama", dtype=dtype).model.train()
+    result = dmx.search(model, tiny[1], Budget(5.0), SearchConfig(steps=5, raw_start=1.0))
+    assert all(np.isfinite(row["loss"]) for row in result.history)
+    assert result.history[0]["grad_norm"] > 0
+    assert result.raw_offsets.dtype == np.float32 and model.training
+
+
+def test_the_history_says_what_happened_at_every_step(tiny, tmp_path):
+    model, batches = tiny
+    config = SearchConfig(steps=7, evaluate_every=3, raw_start=1.0)
+    result = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    assert isinstance(result, SearchResult) and len(result.units) == 8
+    rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
+    assert rows == result.history and [row["step"] for row in rows] == list(range(7))
+    keys = {
+        "step", "temperature", "lr", "loss", "penalty", "soft_bits", "hard_bits",
+        "projected_bits", "soft_loss", "hard_loss", "projected_loss", "grad_norm",
+    }  # fmt: skip
+    assert all(keys <= set(row) for row in rows)
+    measured = [row["step"] for row in rows if row["hard_loss"] is not None]
+    assert measured == [0, 3, 6]
+    assert all(row["projected_bits"] <= 5.0 and 4 <= row["soft_bits"] <= 6 for row in rows)
+    stored = np.load(tmp_path / "offsets.npz")
+    assert stored["raw"].shape == (8, 8) and stored["raw"].dtype == np.float32
+    assert (stored["raw"][0] == 1).all() and ((stored["raw"] >= 0) & (stored["raw"] <= 2)).all()
+    np.testing.assert_array_equal(stored["raw"], result.raw_offsets)
+    assert stored["units"].tolist() == list(result.units)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_searches_shorter_than_their_intervals_run(steps, tiny):
+    model, batches = tiny
+    config = SearchConfig(steps=steps, raw_start=1.0, evaluate_every=1000, checkpoint_every=1000)
+    history = dmx.search(model, batches, Budget(5.0), config).history
+    assert len(history) == steps and history[-1]["temperature"] == 20.0
+    assert history[-1]["projected_loss"] is not None
+
+
+# ---------------------------------------------------------------- warnings
+
+
+def test_a_search_in_which_nothing_moved_says_so(tiny):
+    model, batches = tiny
+    with pytest.warns(UserWarning, match=r"no offset moved in 2 steps \(model\.layers\.0.*7 more"):
+        result = dmx.search(model, batches, Budget(6.5), SearchConfig(steps=2, lr=0.0))
+    assert "no offset moved" in result.warnings[-1]
+
+
+def test_gradients_that_are_not_finite_name_the_layer_once(tiny):
+    model, batches = tiny
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = dmx.search(model, batches, Budget(5.0), SearchConfig(steps=3))
+    said = [str(w.message) for w in caught if "is not finite" in str(w.message)]
+    assert sum("model.layers.1.mlp.down_proj" in text for text in said) == 1
+    assert result.history[0]["loss"] is None and result.history[0]["grad_norm"] is None
+    assert np.isfinite(result.raw_offsets).all()
+
+
+# ---------------------------------------------------------------- going on
+
+
+class Stop(Exception):
+    """Stands for a crash."""
+
+
+def search_and_die(model, batches, config, folder, after):
+    calls = itertools.count()
+
+    def fail(*_):
+        if next(calls) == after:
+            raise Stop
+
+    handle = model.register_forward_hook(fail)
+    try:
+        with pytest.raises(Stop):
+            dmx.search(model, batches, Budget(5.0), config, folder=folder)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("after", [3, 20, 33])
+@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
+def test_a_search_that_died_goes_on_to_the_same_numbers(after, objective, tiny, tmp_path):
+    model, batches = tiny
+    config = SearchConfig(
+        steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, objective=objective
+    )
+    whole = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "whole")
+    search_and_die(model, batches, config, tmp_path / "died", after)
+    resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "died")
+    assert resumed.assignment == whole.assignment
+    assert numbers(resumed.history) == numbers(whole.history)
+    np.testing.assert_array_equal(resumed.raw_offsets, whole.raw_offsets)
+
+
+def test_a_finished_search_is_not_run_again(tiny, tmp_path):
+    model, batches = tiny
+    config = SearchConfig(steps=4, raw_start=1.0)
+    first = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    handle = model.register_forward_hook(lambda *_: pytest.fail("a finished search ran the model"))
+    again = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    handle.remove()
+    assert again.assignment == first.assignment and again.history == first.history
+
+
+def test_a_state_of_another_search_is_refused(tiny, tmp_path):
+    model, batches = tiny
+    config = SearchConfig(steps=3, checkpoint_every=1)
+    dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    words = r"holds a search with other settings, data or model\. Choose another folder"
+    for other in (
+        (batches[:2], Budget(5.0), config),
+        (batches, Budget(5.1), config),
+        (batches, Budget(5.25, "bits_per_element"), config),
+        (batches, Budget(5.0), SearchConfig(steps=4)),
+        (batches, Budget(5.0), SearchConfig(steps=3, seed=1)),
+    ):
+        with pytest.raises(RunError, match=words):
+            dmx.search(model, *other, folder=tmp_path)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    with pytest.raises(RunError, match=words):
+        dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+
+
+def test_a_damaged_state_is_an_error_that_names_the_file(tiny, tmp_path):
+    model, batches = tiny
+    config = SearchConfig(steps=3)
+    dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    path = tmp_path / STATE_FILE
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"nothing of torch"):
+        path.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"search_state\.pt is damaged .*Delete it to"):
+            dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    for foreign in ({"step": 3}, torch.zeros(3), [1, 2]):
+        torch.save(foreign, path)
+        with pytest.raises(RunError, match=r"search_state\.pt is damaged"):
+            dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_path):
+    model, batches = tiny
+    (tmp_path / "file").write_text("")
+    model.register_forward_hook(lambda *_: pytest.fail("the search had begun"))
+    for folder in (tmp_path / "file" / "run", "/proc/nowhere"):
+        with pytest.raises(RunError, match=rf"cannot write {folder}.*may write"):
+            dmx.search(model, batches, Budget(5.0), SearchConfig(), folder=folder)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "kll"}, r"search\.name='kll'.*Did you mean 'kl'.*uniform, random, kl"),
+        ({"family": "mxfp6_mxfp5"}, r"search\.family='mxfp6_mxfp5' is no.*Did you mean"),
+        ({"family": None}, r"search\.family=None is no format family.*Allowed"),
+        ({"objective": "mse"}, r"search\.objective='mse'.*cross_entropy, kl"),
+        ({"penalty": "hing"}, r"search\.penalty='hing'.*Did you mean 'hinge'"),
+        ({"scale_rule": "ceil"}, r"search\.scale_rule='ceil': the continuous quantizer.*floor"),
+        ({"scale_rule": "round"}, r"search\.scale_rule='round'.*floor, ceil, even, rceil"),
+        ({"lr_schedule": "linear"}, r"search\.lr_schedule='linear'.*constant, cosine"),
+        ({"raw_start": 2.5}, r"search\.raw_start=2\.5 must lie in \[0, 2\]"),
+        ({"raw_start": float("nan")}, r"search\.raw_start=nan must lie in"),
+        ({"lr": -1.0}, r"search\.lr=-1\.0 must lie in"),
+        ({"momentum": 1.0}, r"search\.momentum=1\.0 must lie in"),
+        ({"momentum": 0.0}, r"search\.nesterov=true needs search\.momentum > 0"),
+        ({"temperature": 0.0}, r"search\.temperature=0\.0 must lie in"),
+        ({"anneal_from": 1.5}, r"search\.anneal_from=1\.5 must lie in \[0, 1\]"),
+        ({"steps": 0}, r"search\.steps=0 must be at least 1"),
+        ({"evaluate_every": 0}, r"search\.evaluate_every=0 must be at least 1"),
+        ({"target": "vllm"}, r"search\.target=vllm cannot load mxfp6_e2m3 .*loads: mxfp8_mxfp4"),
+        (
+            {"target": "vllm", "family": "mxfp8_mxfp4", "units": "layer"},
+            r"needs search\.units=fused",
+        ),
+        ({"target": "ollama"}, r"search\.target='ollama'.*any, vllm"),
+    ],
+)
+def test_impossible_settings_are_refused(options, words):
+    with pytest.raises(DmxError, match=words):
+        SearchConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["differentiable", "kl", "random", "uniform"])
+def test_every_search_checks_budget_and_patterns_before_it_runs(name, tiny):
+    model, batches = tiny
+    model.register_forward_hook(lambda *_: pytest.fail("the search had begun"))
+    with pytest.raises(DmxError, match=r"budget\.limit=3 element_bits .* 4 to 6"):
+        dmx.search(model, batches, Budget(3.0), SearchConfig(name=name))
+    with pytest.raises(ModelError, match=r"search\.exclude: pattern 'nothing'"):
+        dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, exclude=["nothing"]))
+    with pytest.raises(ModelError, match=r"nothing to search"):
+        dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, fixed={"*": "mxfp4"}))
+
+
+def test_quantized_peft_and_expert_models_are_refused(tiny):
+    model, batches = tiny
+
+    def refused(words, **options):
+        with pytest.raises(ModelError, match=words):
+            dmx.search(model, batches, Budget(5.0), SearchConfig(steps=1, **options))
+
+    model.config.quantization_config = {"quant_method": "gptq"}
+    refused("already quantized .*gptq")
+    del model.config.quantization_config
+    mlp = model.model.layers[0].mlp
+    mlp.experts = torch.nn.Parameter(torch.zeros(8, 64, 64))
+    refused(r"lie outside nn\.Linear .*experts.*allow_unsearched")
+    assert dmx.search(
+        model, batches, Budget(5.0), SearchConfig(name="random", allow_unsearched=True)
+    ).assignment.formats
+    del mlp.experts
+    model._hf_peft_config_loaded = True
+    refused("PEFT adapters .*merge_and_unload")
+
+
+def test_the_space_of_a_meta_model_is_that_of_the_real_one(tiny):
+    model, _ = tiny
+    real = search_space(model, SearchConfig())
+    with torch.device("meta"):
+        other = type(model)(model.config)
+    meta = build_space(other, get_family("mxfp6_mxfp4").formats)
+    assert meta == real
