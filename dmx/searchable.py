@@ -43,8 +43,12 @@ def check_searchable(model: Any, *, allow_unsearched: bool = False) -> None:
         is_layer = bool(module._parameters)
         if is_layer and package.startswith(_QUANTIZED_PACKAGES):
             raise _already_quantized(name, f"{path} is a {package}.{type(module).__name__}")
-        if isinstance(module, nn.Linear) and not module.weight.is_floating_point():
-            raise _already_quantized(name, f"{path}.weight is {module.weight.dtype}")
+        if isinstance(module, nn.Linear):
+            kind = type(module.weight)  # torchao keeps nn.Linear and changes its weight's type
+            if kind.__module__.startswith(_QUANTIZED_PACKAGES):
+                raise _already_quantized(name, f"{path}.weight is a {kind.__name__}")
+            if not module.weight.is_floating_point():
+                raise _already_quantized(name, f"{path}.weight is {module.weight.dtype}")
     if not any(isinstance(module, nn.Linear) for module in model.modules()):
         raise ModelError(f"{name} has no nn.Linear layer: there is nothing to search.")
     if not allow_unsearched:

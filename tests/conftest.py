@@ -49,6 +49,8 @@ def no_dmx_data(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The hub is out of reach, whatever this machine can reach."""
+    import datasets  # noqa: F401  (reads the switch once, at import: not while it is set here)
+
     from dmx.hub import hub_is_reachable
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -159,6 +159,7 @@ def test_hub_streams_only_as_many_documents_as_asked(no_dmx_data, monkeypatch):
             yield {"text": "page"}
 
     monkeypatch.setattr(data, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", endless)
     text = load_text(DataConfig(name="fineweb"))
     assert len(drawn) == 300

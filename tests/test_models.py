@@ -162,7 +162,7 @@ def test_training_learns_and_equal_seeds_give_equal_weights():
 
 
 def test_training_reshuffles_and_goes_on_when_the_text_is_used_up():
-    tokens = torch.arange(64 * 16 * 2) % 256
+    tokens = torch.arange(256 * 4 * 2) % 256
     losses = train_tiny(load_model(tiny_config()).model, tokens, 5)
     assert len(losses) == 5
 
@@ -175,7 +175,7 @@ def test_a_trained_tiny_model_predicts_text_it_has_not_seen(tiny_trained):
     with torch.no_grad():
         found = tiny_trained.model(ids).logits[:, :-1].flatten(0, 1)
     loss = nn.functional.cross_entropy(found, ids[:, 1:].flatten())
-    assert loss < 2.7  # nats a byte; byte frequencies alone give 3.2, the seed of the config 2.4
+    assert loss < 2.4  # nats a byte; byte frequencies alone give 3.2, this model 2.1
     assert tiny_trained.provenance["revision"] == "seed=0,train_steps=300"
 
 
@@ -462,6 +462,14 @@ def test_weights_that_are_integers_are_refused():
     model = nn.Sequential(nn.Linear(32, 32))
     model[0].weight = nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ModelError, match=r"0\.weight is torch\.int8"):
+        check_searchable(model)
+
+
+def test_weights_of_another_tensor_type_are_refused():
+    quantized = type("AffineQuantizedTensor", (nn.Parameter,), {"__module__": "torchao.dtypes"})
+    model = nn.Sequential(nn.Linear(32, 32))
+    model[0].weight.__class__ = quantized
+    with pytest.raises(ModelError, match=r"0\.weight is a AffineQuantizedTensor"):
         check_searchable(model)
 
 
