@@ -1,0 +1,235 @@
+"""Report of training runs: loss curves of all recipes over each other, and what MoR decided.
+
+Everything comes from the files of the run folder: record.json, and for each row the logs in its
+own folder (train.jsonl, validation.jsonl, mor.jsonl).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from dmx.files import write_text
+from experiments import _plots
+from experiments._report import (
+    _STYLESHEET,
+    Html,
+    _asked_and_ran,
+    _environment,
+    _picture,
+    _section,
+    _table,
+    el,
+    read_record,
+)
+from experiments._results import Group, group_rows, spread_text
+from mor.statistics import OPERANDS, read_log
+from mor.training import read_rows
+
+_COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_MAX_COLUMNS = 240
+"""Columns of a heat map; more steps are averaged."""
+_SMOOTHING = 0.9
+"""Of the training loss: share of the past in the moving average."""
+TOLERANCE = 0.005
+"""Share of BF16's loss that MoR may differ by and count as equal."""
+
+
+def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str, Any]]:
+    """Final validation loss of each recipe against the baseline's.
+
+    Equal within the larger of 0.5 % and two standard errors of the difference of means over seeds
+    (known from two seeds each).
+    """
+    base = next((g for g in groups if g.label == baseline), None)
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        if base is None or group is base:
+            continue
+        ours, theirs = group.statistic("nll"), base.statistic("nll")
+        if ours.mean is None or theirs.mean is None:
+            reason = ours.reason or theirs.reason
+            found.append(
+                {"recipe": group.label, "difference_nats": None, "difference_reason": reason}
+            )
+            continue
+        difference = ours.mean - theirs.mean
+        stderr = None
+        if ours.spread is not None and theirs.spread is not None:
+            stderr = (ours.spread**2 / ours.count + theirs.spread**2 / theirs.count) ** 0.5
+        allowed = max(TOLERANCE * theirs.mean, 2 * (stderr or 0.0))
+        found.append(
+            {
+                "recipe": group.label,
+                "difference_nats": difference,
+                "difference_share": difference / theirs.mean,
+                "stderr_nats": stderr,
+                "allowed_nats": allowed,
+                "within": abs(difference) <= allowed,
+                "seeds": [ours.count, theirs.count],
+            }
+        )
+    return found
+
+
+def comparison_text(entry: Mapping[str, Any]) -> str:
+    """One sentence."""
+    if entry["difference_nats"] is None:
+        return f"{entry['recipe']}: no comparison with bf16 ({entry['difference_reason']})."
+    verb = "is within" if entry["within"] else "is outside"
+    spread = "" if entry["stderr_nats"] is None else f" ± {entry['stderr_nats']:.4f}"
+    return (
+        f"{entry['recipe']} {verb} the tolerance of bf16: {entry['difference_nats']:+.4f}{spread} "
+        f"nats/token ({100 * entry['difference_share']:+.2f} %), "
+        f"allowed {entry['allowed_nats']:.4f}."
+    )
+
+
+def write_training_report(folder: Path) -> Path:
+    """Write report.html of a training run."""
+    record = read_record(folder)
+    groups = group_rows(record["results"])
+    model = (record.get("model") or {}).get("id") or "unknown model"
+    sentences = [comparison_text(entry) for entry in comparison(groups)]
+    warnings = record.get("warnings") or []
+    body = el(
+        "main",
+        el("p", " · ".join((model, record["command"], record["finished"])), cls="eyebrow"),
+        el("aside", el("strong", "Warnings"), el("ul", (el("li", w) for w in warnings)))
+        if warnings
+        else None,
+        el("header", el("h1", "Training with MoR"), *(el("p", text) for text in sentences)),
+        _section("Results", _results(groups)),
+        _section("Loss", _loss_pictures(folder, groups)),
+        _section("What was decided", _decisions(folder, groups)),
+        _section("What was asked and what ran", _asked_and_ran(record)),
+        _section("Environment", _environment(record)),
+    )
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", f"MoR training report: {model}"),
+        el("style", Html(_STYLESHEET.read_text(encoding="utf-8"))),
+    )
+    page = "<!doctype html>\n" + el("html", head, el("body", body), lang="en") + "\n"
+    return write_text(folder / "report.html", page)
+
+
+def _results(groups: Sequence[Group]) -> Html:
+    names = ("recipe", "seeds", "validation loss", "perplexity", "FP8 tensors", "tokens/s")
+    head = el("tr", (el("th", n, scope="col", cls=None if n == "recipe" else "num") for n in names))
+    rows = []
+    for group in groups:
+        share = group.statistic("fp8_tensor_share")
+        cells = (
+            str(len(group.rows)),
+            spread_text(group.statistic("nll")),
+            spread_text(group.statistic("perplexity")),
+            "–" if share.mean is None else f"{100 * share.mean:.2f} %",
+            spread_text(group.statistic("tokens_per_second")),
+        )
+        rows.append(
+            el("tr", el("th", group.label, scope="row"), (el("td", c, cls="num") for c in cells))
+        )
+    note = "Loss in nats/token on the validation text at the last step; ± over seeds."
+    return el("div", _table(head, rows), el("p", note, cls="note"))
+
+
+def _loss_pictures(folder: Path, groups: Sequence[Group]) -> Html:
+    pictures = []
+    for name, title in (("validation", "Validation loss"), ("train", "Training loss, smoothed")):
+        with matplotlib.rc_context(_plots._STYLE):
+            figure, axes = _plots._new(_plots._WIDTH, 3.6)
+            for colour, group in zip(_COLOURS * len(groups), groups, strict=False):
+                for index, row in enumerate(group.rows):
+                    rows = read_rows(folder / row["folder"] / f"{name}.jsonl")
+                    step = [r["step"] for r in rows]
+                    loss = np.array([np.nan if r["loss"] is None else r["loss"] for r in rows])
+                    axes.plot(
+                        step, _smooth(loss) if name == "train" else loss, color=colour,
+                        linewidth=1.2, alpha=0.8, label=None if index else group.label,
+                    )  # fmt: skip
+            axes.set_ylabel("nats/token")
+            _plots._steps_axis(axes)
+            _plots._legend(axes)
+        pictures.append(_picture(figure, f"{title}; one line a seed."))
+    return el("div", pictures, cls="figures")
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Exponential moving average, unbiased at the start; a gap stays a gap."""
+    result, average, weight = np.full(len(values), np.nan), 0.0, 0.0
+    for i, value in enumerate(values):
+        if np.isfinite(value):
+            average = _SMOOTHING * average + (1 - _SMOOTHING) * value
+            weight = _SMOOTHING * weight + (1 - _SMOOTHING)
+            result[i] = average / weight
+    return result
+
+
+def _decisions(folder: Path, groups: Sequence[Group]) -> list[Html]:
+    """Table of shares by operand, and a heat map for each recipe's first seed."""
+    parts: list[Html] = []
+    with_mor = [g for g in groups if g.rows[0].get("operands_mor")]
+    if not with_mor:
+        return parts
+    head = el(
+        "tr", el("th", "recipe", scope="col"),
+        (el("th", n.replace("_", " "), scope="col", cls="num") for n in OPERANDS),
+    )  # fmt: skip
+    rows = []
+    for group in with_mor:
+        shares = [
+            np.mean([1 - row["operands_mor"][n]["element_share"]["bf16"] for row in group.rows])
+            for n in OPERANDS
+        ]
+        cells = (el("td", f"{100 * share:.2f} %", cls="num") for share in shares)
+        rows.append(el("tr", el("th", group.label, scope="row"), cells))
+    note = "Share of elements in FP8, by operand, over all layers and steps."
+    parts.append(el("div", _table(head, rows), el("p", note, cls="note")))
+    maps = []
+    for group in with_mor:
+        header, log = read_log(folder / group.rows[0]["folder"] / "mor.jsonl")
+        caption = (
+            f"{group.label}, seed {group.rows[0]['seed']}: share of elements in BF16, layers from "
+            "top to bottom, steps from left to right."
+        )
+        maps.append(_picture(fallback_map(header["layers"], log), caption, "png"))
+    parts.append(el("div", maps, cls="figures"))
+    return parts
+
+
+def fallback_map(layers: Sequence[str], log: Sequence[Mapping[str, Any]]) -> Figure:
+    """Share of elements in BF16: a panel an operand, a row a layer, a column a step or more."""
+    table = np.array(
+        [
+            [[np.nan if s is None else s for s in layer] for layer in row["elements_bf16"]]
+            for row in log
+        ],
+        dtype=float,
+    )
+    steps = [row["step"] for row in log]
+    pieces = np.array_split(np.arange(len(log)), min(len(log), _MAX_COLUMNS))
+    with np.errstate(invalid="ignore"):
+        # The largest of the averaged steps: a single fallback must stay visible.
+        columns = [np.fmax.reduce(table[piece], axis=0) for piece in pieces]
+    image = np.stack(columns, axis=1)
+    with matplotlib.rc_context(_plots._STYLE):
+        height = 1.2 + 0.02 * len(layers)
+        figure, panels = _plots._new(_plots._WIDTH, len(OPERANDS) * height, len(OPERANDS))
+        for index, (axes, operand) in enumerate(zip(panels, OPERANDS, strict=True)):
+            mesh = axes.imshow(
+                image[:, :, index], vmin=0, vmax=1, cmap="viridis_r", aspect="auto",
+                interpolation="nearest",
+                extent=(steps[0] - 0.5, steps[-1] + 0.5, len(layers) - 0.5, -0.5),
+            )  # fmt: skip
+            axes.set_ylabel(operand.replace("_", "\n"), rotation=0, ha="right", va="center")
+            axes.grid(False)
+            axes.tick_params(labelbottom=operand == OPERANDS[-1])
+        panels[-1].set_xlabel("step")
+        figure.colorbar(mesh, ax=panels, shrink=0.4, label="share in BF16")
+    return figure

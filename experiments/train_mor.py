@@ -1,0 +1,171 @@
+"""Train a language model from scratch with MoR recipes; writes record.json and report.html.
+
+    python -m experiments.train_mor mor=[bf16,tensor,block_two_way] model=tiny_random data=embedded
+    accelerate launch -m experiments.train_mor experiment=pretrain_49m seeds=[0,1,2]
+
+`data.calibration` is the training text, `data.evaluation` the validation text. Each recipe and
+seed has its own folder; a run that died goes on from its last checkpoint.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+import mor
+from dmx.data import DataConfig, DataPair, encode, load_text
+from dmx.files import write_json
+from dmx.formats import check_choice
+from dmx.models import LoadedModel, ModelConfig, load_model
+from dmx.progress import progress
+from experiments._config import ConfigError, RunConfig, _defaults, build_root
+from experiments._report_training import comparison, comparison_text, write_training_report
+from experiments._results import group_rows
+from experiments._run import Run, console, entry_point, tokens_sha256
+from mor.training import TrainConfig, fresh_weights, train
+
+
+@dataclass(kw_only=True)
+class TrainMorRun:
+    """python -m experiments.train_mor"""
+
+    model: ModelConfig
+    data: DataPair
+    mor: dict[str, Any]
+    """Recipe name -> fields of MorConfig, or null for plain linear layers."""
+    train: TrainConfig
+    seeds: list[int]
+    """Weights and order of the text."""
+    architecture: dict[str, Any] = field(default_factory=dict)
+    """Fields of the model's config to change, for example num_hidden_layers."""
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        if not self.mor or not self.seeds:
+            raise ConfigError(
+                "mor and seeds must name at least one recipe and seed: mor=[bf16,tensor] seeds=[0]"
+            )
+        allowed = tuple(f.name for f in dataclasses.fields(mor.MorConfig))
+        for name, fields in self.mor.items():
+            for key in fields or ():
+                check_choice(key, allowed, f"mor.{name} key")
+        self.recipes = {
+            name: None if fields is None else mor.MorConfig(**fields)
+            for name, fields in self.mor.items()
+        }
+
+
+def _register() -> None:
+    train_defaults = dataclasses.asdict(TrainConfig())
+    node = {
+        "model": _defaults(ModelConfig),
+        "data": {"calibration": _defaults(DataConfig), "evaluation": _defaults(DataConfig)},
+        "train": train_defaults,
+        "architecture": {},
+        "run": _defaults(RunConfig),
+    }
+    ConfigStore.instance().store(name="_train_mor", node=node, package="_global_")
+
+
+_register()
+
+
+@entry_point("train_mor")
+def main(cfg: DictConfig) -> None:
+    config = build_root(TrainMorRun, cfg)
+    run = Run(cfg, config.run, "train_mor")
+    if run.is_finished:
+        console.print(f"{run.folder} holds this run, finished; showing it again")
+        run.show_finished()
+        return
+    texts = {
+        "training": load_text(config.data.calibration),
+        "validation": load_text(config.data.evaluation),
+    }
+    loaded = load_model(config.model)
+    tokens = {name: encode(loaded.tokenizer, text) for name, text in texts.items()}
+    window = config.train.window
+    windows = {name: t[: len(t) // window * window].view(-1, window) for name, t in tokens.items()}
+    for name, found in windows.items():
+        if not len(found):
+            raise ConfigError(
+                f"the {name} text has {len(tokens[name])} tokens, less than one train.window="
+                f"{window}. Use a longer text or a smaller window."
+            )
+    run.facts = {
+        "model": loaded.provenance | {"note": "newly drawn weights, trained from scratch"},
+        "data": {
+            name: {
+                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens[name]),
+                "tokens": len(tokens[name]), "windows": len(windows[name]), "window": window,
+            }
+            for name, text in texts.items()
+        },
+    }  # fmt: skip
+    accelerator = Accelerator(mixed_precision=config.train.precision, cpu=run.device.type == "cpu")
+    for seed in config.seeds:
+        for name in config.recipes:
+            make = partial(_trained, run, config, loaded, windows, accelerator, name, seed)
+            run.row(f"{name}-{seed}", make)
+    entries = comparison(group_rows(run.rows))
+    run.actual |= {"device": str(accelerator.device), "processes": accelerator.num_processes}
+    run.facts["comparison"] = entries
+    run.finish(seed=config.seeds[0] if len(config.seeds) == 1 else None, verdict=None)
+    write_training_report(run.folder)
+    for entry in entries:
+        console.print(comparison_text(entry), highlight=False)
+
+
+def _trained(
+    run: Run, config: TrainMorRun, loaded: LoadedModel, windows: dict[str, torch.Tensor],
+    accelerator: Accelerator, recipe: str, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """One recipe and seed: trained, and its row for the record."""
+    folder = run.path(f"{recipe}-{seed}")
+    model = fresh_weights(loaded.model, seed, **config.architecture)
+    steps = config.train.steps_for(len(windows["training"]))
+    with progress(f"{recipe}, seed {seed}", steps) as advance:
+        result = train(
+            model, windows["training"], windows["validation"], config.train,
+            config.recipes[recipe], folder=folder, seed=seed, accelerator=accelerator,
+            on_step=advance,
+        )  # fmt: skip
+    row: dict[str, Any] = {
+        "label": recipe, "seed": seed, "folder": folder.name, "search": None, "assignment": None,
+        "operands": None, "budget": None, "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": result.steps, "train_tokens": result.tokens, "train_seconds": result.seconds,
+        "tokens_per_second": result.tokens / result.seconds if result.seconds else None,
+        "windows": len(result.window_nll),
+        "tokens": len(result.window_nll) * (config.train.window - 1),
+    }  # fmt: skip
+    nll = float(result.window_nll.mean())
+    if math.isfinite(nll):
+        row |= {"nll": nll, "perplexity": math.exp(min(nll, 700.0))}
+        row["window_nll"] = result.window_nll.tolist()
+    else:
+        row |= dict.fromkeys(("nll", "perplexity", "window_nll"))
+        row["nll_reason"] = row["perplexity_reason"] = "the loss is not finite"
+    for name in ("element_bits", "bits_per_element", "whole_model_bits_per_element"):
+        row |= {name: None, f"{name}_reason": "a training run, no assignment"}
+    row |= {"search_seconds": None, "search_seconds_reason": "no search"}
+    row |= {"eval_seconds": None, "eval_seconds_reason": "not timed apart"}
+    row |= {"zero_shot": None, "zero_shot_reason": "not asked for"}
+    if config.recipes[recipe] is None:
+        return row | {"fp8_tensor_share": None, "fp8_tensor_share_reason": "no MoR in this recipe"}
+    statistics = mor.stats(model)
+    write_json(folder / "stats.json", statistics)
+    return row | {
+        "fp8_tensor_share": statistics["fp8_tensor_share"],
+        "operands_mor": statistics["operands"],
+        "products_mor": statistics["products"],
+    }
+
+
+if __name__ == "__main__":
+    main()

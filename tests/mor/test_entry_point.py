@@ -1,0 +1,116 @@
+"""`python -m experiments.train_mor`, as a user runs it, and its report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from dmx.errors import DmxError
+from experiments._config import build_root
+from experiments._report_training import comparison, comparison_text, fallback_map
+from experiments._results import group_rows
+from experiments.train_mor import TrainMorRun
+from mor.statistics import OPERANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    "train.max_steps=3", "train.window=32", "train.batch_size=4", "train.validation_windows=4",
+    "train.checkpoint_every=2", "run.device=cpu", "model.tiny.layers=1",
+    "data.calibration.max_characters=20000", "data.evaluation.max_characters=4000",
+)  # fmt: skip
+
+
+def train_mor(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.train_mor", *arguments],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_trains_every_recipe_and_reports(tmp_path):
+    folder = tmp_path / "run"
+    recipes = ["bf16", "e4m3_current", "tensor", "block_two_way", "block_three_way"]
+    done = train_mor(f"mor=[{','.join(recipes)}]", f"run.folder={folder}", *SMALL)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "record.json").read_text())
+    assert [row["label"] for row in record["results"]] == recipes
+    for row in record["results"]:
+        assert row["steps"] == 3 and row["nll"] < 6
+        assert (row["fp8_tensor_share"] is None) == (row["label"] == "bf16")
+    assert [entry["recipe"] for entry in record["comparison"]] == recipes[1:]
+    page = (folder / "report.html").read_text()
+    assert page.count("data:image/png") == 4 and page.count("data:image/svg") == 2
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("mor.tensor.threshhold=0.1", "threshhold"),
+        ("+mor.tensor.threshhold=0.1", "mor.tensor key='threshhold' is not allowed"),
+        ("mor.tensor.threshold=0", "mor.threshold=0 is not allowed"),
+        ("mor=bf16", None),
+        ("train.lr=0", "train.lr=0 must be > 0"),
+        ("train.lr=fast", "train.lr='fast' has the wrong type"),
+        ("train.lrr=1", "lrr"),
+        ("seeds=[]", "at least one recipe and seed"),
+    ],
+)
+def test_settings_are_checked_before_anything_is_loaded(argument, words):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        if words is None:
+            build_root(TrainMorRun, compose("train_mor", [argument]))
+            return
+        with pytest.raises((DmxError, ConfigCompositionException)) as caught:
+            build_root(TrainMorRun, compose("train_mor", [argument]))
+    assert words in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_every_recipe_file_composes():
+    recipes = sorted(path.stem for path in (ROOT / "configs/mor").glob("*.yaml"))
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = build_root(TrainMorRun, compose("train_mor", [f"mor=[{','.join(recipes)}]"]))
+        pretrain = compose("train_mor", ["experiment=pretrain_49m"])
+    assert sorted(config.recipes) == recipes and config.recipes["bf16"] is None
+    assert build_root(TrainMorRun, pretrain).architecture["hidden_size"] == 512
+
+
+def test_an_error_is_one_clear_line(tmp_path):
+    done = train_mor(f"run.folder={tmp_path / 'run'}", *SMALL, "train.window=100000")
+    assert done.returncode == 2
+    said = " ".join((done.stderr + done.stdout).split())
+    assert "less than one train.window=100000" in said and "Traceback" not in said
+
+
+def rows(label: str, *losses: float | None) -> list[dict]:
+    return [
+        {"label": label, "seed": i, "nll": loss, "nll_reason": "not finite"}
+        for i, loss in enumerate(losses)
+    ]
+
+
+def test_comparison_takes_the_larger_of_half_a_percent_and_two_standard_errors():
+    calm = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 4.019, 4.019)))
+    assert calm[0]["within"] and calm[0]["allowed_nats"] == pytest.approx(0.02)
+    worse = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 4.03, 4.03)))
+    assert not worse[0]["within"] and "is outside the tolerance" in comparison_text(worse[0])
+    noisy = comparison(group_rows(rows("bf16", 3.9, 4.1) + rows("tensor", 4.1, 4.2)))
+    stderr = (0.1**2 + 0.05**2) ** 0.5
+    assert noisy[0]["within"] and noisy[0]["allowed_nats"] == pytest.approx(2 * stderr)
+    broken = comparison(group_rows(rows("bf16", 4.0) + rows("tensor", None)))
+    assert "no comparison with bf16 (not finite)" in comparison_text(broken[0])
+
+
+def test_a_single_fallback_stays_visible_on_the_map():
+    log = [{"step": i, "elements_bf16": [[0.0] * 6 for _ in range(3)]} for i in range(1000)]
+    log[700]["elements_bf16"][1][0] = 1.0
+    figure = fallback_map(["a", "b", "c"], log)
+    images = [np.asarray(axes.images[0].get_array()) for axes in figure.axes[: len(OPERANDS)]]
+    assert images[0][1].max() == 1 and images[0].sum() == 1
+    assert not any(image.any() for image in images[1:])

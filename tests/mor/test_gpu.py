@@ -1,0 +1,162 @@
+"""On a GPU: Triton kernels against the reference, real FP8 products against emulated ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mor
+from mor import MorConfig, fp8, linear
+from tests.golden import assert_same_bits, cases, floats
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = ((1, 1), (3, 5), (64, 128), (130, 200), (1000, 513))
+
+
+def hard(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if kind == "zeros":
+        x.zero_()
+    elif kind == "outlier":
+        x.view(-1)[-1] = 6e4
+    elif kind == "subnormal":
+        x *= torch.finfo(dtype).smallest_normal / 4
+    elif kind == "wide":
+        x *= torch.exp(4 * torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ("normal", "zeros", "outlier", "subnormal", "wide"))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernels_equal_the_reference_bit_for_bit(shape, kind, dtype):
+    for x in (hard(shape, kind, dtype), hard(shape[::-1], kind, dtype).t()):
+        y = x.cuda() if x.is_contiguous() else x.t().cuda().t()
+        largest, expected_largest = fp8.amax(y), fp8.amax(x)
+        assert_same_bits(largest, expected_largest)
+        for name in ("e4m3", "e5m2"):
+            cast, error = fp8.cast_and_measure(y, largest, name, "relative_error")
+            expected, expected_error = fp8.cast_and_measure(
+                x, expected_largest, name, "relative_error"
+            )
+            assert_same_bits(cast.scales, expected.scales)
+            assert_same_bits(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            # Terms are float32 in both; only the order of the float32 sum within a tile differs.
+            torch.testing.assert_close(error.cpu(), expected_error, rtol=1e-6, atol=0)
+            turned = fp8.cast(y, largest, name, transposed=True)
+            assert_same_bits(
+                turned.codes.view(torch.uint8), expected.codes.t().contiguous().view(torch.uint8)
+            )
+
+
+@pytest.mark.parametrize("special", (float("nan"), float("inf"), float("-inf")), ids=str)
+def test_what_is_not_finite_is_noticed(special):
+    for at in (0, 12345, -1):
+        x = torch.randn(300, 500, device="cuda", dtype=torch.bfloat16)
+        x.view(-1)[at] = special
+        largest = fp8.amax(x)
+        cast, error = fp8.cast_and_measure(x, largest, "e4m3", "relative_error")
+        assert largest.item() == float("inf") and error.item() == float("inf")
+        assert cast.scales.isnan().all()
+
+
+@pytest.mark.parametrize("case", cases("mor_tensor", "mor"), ids=lambda c: c["case"])
+def test_decisions_on_the_gpu_equal_golden(case):
+    if case["part"] != "tensor":
+        pytest.skip("the fast path is tensor-level")
+    source = next(c for c in cases("morin", "mor") if c["case"] == case["input"])
+    x = floats("morin", source["case"], "x", source["dtype"], "mor").reshape(source["shape"]).cuda()
+    for run in case["runs"]:
+        config = MorConfig(formats=run["ladder"], threshold=run["threshold"])
+        trial = linear._Trial(x, config, None)
+        errors = [float(error) for error in trial.errors]
+        assert trial.choose(errors, config) == run["choice"]
+        assert mor.FORMATS[int(mor.quantize(x, config).decision)] == run["choice"]
+
+
+def train_step(model: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    out = model(x)
+    out.backward(grad)
+    return [out.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    "formats", (("e4m3", "bf16"), ("e4m3", "e5m2", "bf16"), ("e5m2", "e4m3", "bf16")), ids=str
+)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_real_and_emulated_products_agree_and_decide_alike(formats, dtype):
+    if not fp8.has_fp8_products(torch.device("cuda")):
+        pytest.skip("this GPU has no FP8 products")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 256, bias=False))
+    plain = plain.to("cuda", dtype)
+    models = [
+        mor.swap_linears(copy.deepcopy(plain), MorConfig(formats=formats, products=p))
+        for p in ("real", "emulated")
+    ]
+    for step in range(4):
+        x = torch.randn(2048, 512, device="cuda", dtype=dtype)
+        grad = torch.randn(2048, 256, device="cuda", dtype=dtype)
+        if step == 2:
+            x[0, 0] = 1e6
+        if step == 3:
+            grad *= torch.exp(5 * torch.randn_like(grad))
+        real, emulated = (train_step(m, x, grad) for m in models)
+        for a, e in zip(real, emulated, strict=True):
+            # The FP8 units keep about 14 bits while they add; the rest is BF16's own rounding.
+            assert (a.float() - e.float()).norm() <= 4e-3 * e.float().norm()
+        stats = [mor.stats(m) for m in models]
+        assert stats[0]["operands"] == stats[1]["operands"], "decisions must be equal"
+    executed = mor.stats(models[0])["products"]
+    assert executed["forward"]["fp8"] if formats[0] == "e4m3" else True
+    assert sum(row["fp8"] for row in mor.stats(models[1])["products"].values()) == 0
+
+
+@pytest.mark.parametrize("every", (1, 4))
+def test_host_waits_only_for_decisions(every):
+    model = mor.swap_linears(
+        nn.Sequential(nn.Linear(256, 256, bias=False)).to("cuda", torch.bfloat16),
+        MorConfig(refresh_every=every),
+    )
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(x)
+    train_step(model, x, grad)
+    torch.cuda.synchronize()
+    if every > 1:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(every - 1):
+                train_step(model, x, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "config", (MorConfig(), MorConfig("block_two_way", "128x128")), ids=("tensor", "blocks")
+)
+def test_compiled_equals_eager(config):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 128)).cuda()
+    eager, compiled = (mor.swap_linears(copy.deepcopy(plain), config) for _ in range(2))
+    fast = torch.compile(compiled, fullgraph=True)
+    x, grad = torch.randn(256, 256, device="cuda"), torch.randn(256, 128, device="cuda")
+    for a, e in zip(train_step(fast, x, grad), train_step(eager, x, grad), strict=True):
+        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-3)
+    assert mor.stats(compiled)["products"] == mor.stats(eager)["products"]
+
+
+def test_two_runs_agree_to_the_bit():
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        model = mor.swap_linears(nn.Sequential(nn.Linear(512, 512)).cuda(), MorConfig())
+        x = torch.randn(1024, 512, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return train_step(model, x, torch.randn(1024, 512, device="cuda").bfloat16())
+
+    for a, b in zip(run(), run(), strict=True):
+        assert_same_bits(a, b)
