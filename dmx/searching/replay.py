@@ -84,13 +84,17 @@ class PrefixReplay:
     def _given(self, block: int, output: Any) -> Iterator[None]:
         """Inside, blocks up to and including `block` are not run; the last one gives `output`."""
         skipped = [self.blocks[i] for i in range(block + 1)] if self.blocks is not None else []
+        # A block may have a forward of its own already, as accelerate's hooks give it.
+        own = [module.__dict__.get("forward") for module in skipped]
         for module in skipped:
             module.forward = lambda *_args, **_kwargs: output
         try:
             yield
         finally:
-            for module in skipped:
+            for module, forward in zip(skipped, own, strict=True):
                 del module.forward
+                if forward is not None:
+                    module.forward = forward
 
 
 @torch.no_grad()
