@@ -18,9 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from dmx.budget import Budget
 from dmx.data import DataConfig, DataPair
 from dmx.errors import DmxError
-from dmx.formats import MX_FORMATS, check_choice
+from dmx.formats import MX_FORMATS, BitUnit, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
+from dmx.searching.config import SEARCHES
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPERANDS = ("W+A", "W")
@@ -95,7 +96,14 @@ class RunConfig:
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
-            raise ConfigError(f"run.device={self.device!r}: {error}. Use auto, cpu or cuda.") from error
+            what = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"run.device={self.device!r}: {what}. Use auto, cpu or cuda."
+            ) from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"run.device={self.device!r} is not supported. Use auto, cpu or cuda."
+            )
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"run.device={self.device}: no CUDA device here. Use run.device=cpu.")
         return device
@@ -118,6 +126,42 @@ class SearchRun:
     def __post_init__(self) -> None:
         for name in self.baselines:
             check_choice(name, BASELINES, "baselines")
+
+
+@dataclass(kw_only=True)
+class CompareRun:
+    """python -m experiments.compare"""
+
+    model: ModelConfig
+    data: DataPair
+    calibration: CalibrationConfig
+    evaluation: EvaluationConfig
+    search: SearchConfig
+    """Settings of every search; its name is taken from `searches`."""
+    budgets: list[float]
+    """Limits, in `unit`."""
+    unit: BitUnit
+    searches: list[str]
+    seeds: int
+    """Calibration samples 0 .. seeds-1, each with every search and budget."""
+    baselines: list[str]
+    """bf16, uniform (every MX format)."""
+    collect: str | None
+    """Folder whose runs are joined into one report, instead of searching."""
+    ablate: str | None
+    """Path of an assignment.json whose units are lowered and raised one by one, instead."""
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        _at_least("seeds", self.seeds, 1)
+        for name in self.searches:
+            check_choice(name, SEARCHES, "searches")
+        for name in self.baselines:
+            check_choice(name, BASELINES[:2], "baselines")
+        if not (self.collect or self.ablate) and not (self.budgets and self.searches):
+            raise ConfigError(
+                "budgets and searches must not be empty: budgets=[4.5,5] searches=[kl,fisher]"
+            )
 
 
 @dataclass(kw_only=True)
@@ -186,6 +230,8 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
             values[key] = build(nested, value, path)  # type: ignore[arg-type]
         elif _fits(value, hint):
             values[key] = value
+        elif get_origin(hint) is Literal:
+            check_choice(value, get_args(hint), path)
         else:
             shown = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
             raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}")
@@ -232,3 +278,5 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="_evaluate", node=schema, package="_global_")
     store.store(name="_search", node=schema | search, package="_global_")
+    compare = {"search": _defaults(SearchConfig)}
+    store.store(name="_compare", node=schema | compare, package="_global_")

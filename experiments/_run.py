@@ -3,16 +3,18 @@
 import datetime
 import functools
 import json
+import math
 import os
 import platform
 import resource
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import hydra
 import torch
@@ -33,7 +35,18 @@ from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
 from experiments._report import read_record, terminal_table, write_report
 
 console = Console(stderr=True)
-PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "accelerate", "numpy", "scipy", "hydra-core")
+ERROR_FILE = "error.json"
+"""What a failed run leaves; a new start of the same run takes it away."""
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "accelerate",
+    "numpy",
+    "scipy",
+    "hydra-core",
+)
 
 
 def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
@@ -53,10 +66,12 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
                     raise
                 console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-                console.print(str(error), markup=False, highlight=False)
+                console.print(str(error), markup=False, highlight=False, soft_wrap=True)
                 sys.exit(2)
             except KeyboardInterrupt:
-                console.print("interrupted; the same command in the same run.folder goes on from here")
+                console.print(
+                    "interrupted; the same command in the same run.folder goes on from here"
+                )
                 sys.exit(130)
 
         main: Callable[[], None] = hydra.main(
@@ -87,7 +102,6 @@ class Run:
         self.facts: dict[str, Any] = {}
         self.actual: dict[str, Any] = {}
         self._show_warning = warnings.showwarning
-        warnings.showwarning = self._note_warning
 
     def _claim(self, config_yaml: str) -> None:
         """Take a new folder, or one that the same settings began.
@@ -96,25 +110,62 @@ class Run:
             RunError: the folder holds another run, or cannot be written.
         """
         path = self.folder / "config.yaml"
-        if path.exists():
-            if path.read_text() != config_yaml:
+        try:
+            found = path.read_text() if path.exists() else None
+            is_taken = self.folder.exists() and any(self.folder.iterdir())
+        except (OSError, UnicodeDecodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise RunError(
+                f"run.folder={self.folder} cannot be read ({why}). Choose another folder."
+            ) from error
+        if found is not None:
+            if found != config_yaml:
                 raise RunError(
                     f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
                     "another folder, or delete that one."
                 )
             return
-        if self.folder.exists() and any(self.folder.iterdir()):
+        if is_taken:
             raise RunError(
                 f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
                 "another folder."
             )
         write_text(path, config_yaml)
 
-    @property
-    def is_finished(self) -> bool:
-        return (self.folder / "record.json").exists()
+    def __enter__(self) -> "Run":
+        self.path(ERROR_FILE).unlink(missing_ok=True)
+        warnings.showwarning = self._note_warning
+        return self
 
-    def _note_warning(self, message: Any, category: type, filename: str, *rest: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        warnings.showwarning = self._show_warning
+        if kind is not None and issubclass(kind, Exception):
+            write_json(self.path(ERROR_FILE), {
+                "command": self.command, "error": f"{kind.__name__}: {error}",
+                "time": _iso(time.time()), "traceback": traceback.format_exc(),
+            })  # fmt: skip
+
+    def show_if_finished(self) -> bool:
+        """Whether an earlier start finished this run; its table is shown again."""
+        if not self.path("record.json").exists():
+            return False
+        console.print(f"{self.folder} holds this run, finished; showing it again")
+        record = read_record(self.folder)
+        self.rows = record["results"]
+        self.show(record)
+        return True
+
+    def main_result(self) -> float | None:
+        """Perplexity of the last row, for sweepers that minimize; None if it is not finite."""
+        value: float | None = self.rows[-1]["perplexity"]
+        return value
+
+    def _note_warning(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
+        file: TextIO | None = None, line: str | None = None,
+    ) -> None:  # fmt: skip
         text = str(message)
         if "dmx" in str(filename) and text not in self.warnings:
             self.warnings.append(text)
@@ -129,7 +180,12 @@ class Run:
         """The row `key` of this run: read back if an earlier start measured it, else made."""
         path = self.path("rows") / f"{key}.json"
         if path.exists():
-            row: dict[str, Any] = json.loads(path.read_text())
+            try:
+                row: dict[str, Any] = json.loads(path.read_text())
+            except ValueError as error:
+                raise RunError(
+                    f"{path} is damaged ({error}). Delete it to measure again."
+                ) from error
         else:
             row = make()
             write_json(path, row)
@@ -175,7 +231,7 @@ class Run:
             "whole_model_bits_per_element": bits.get(
                 "whole_model_bits_per_element", 16.0 if assignment is None else None
             ),
-            "perplexity": float(torch.tensor(nll).double().exp()) if finite else None,
+            "perplexity": math.exp(nll) if finite else None,
             "nll": nll if finite else None,
             "tokens": len(losses) * (config.window - 1), "windows": len(losses),
             "window_nll": losses.tolist() if finite else None,
@@ -213,9 +269,6 @@ class Run:
         write_report(self.folder)
         self.show(record)
         return record
-
-    def show_finished(self) -> None:
-        self.show(read_record(self.folder))
 
     def show(self, record: dict[str, Any]) -> None:
         """The table and where things are, on standard output."""
