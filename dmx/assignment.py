@@ -118,7 +118,9 @@ class Assignment:
         if not isinstance(formats, dict) or not formats or not isinstance(shapes, dict):
             raise refuse("formats and shapes must be non-empty objects")
         if set(formats) != set(shapes):
-            raise refuse(f"formats and shapes name other layers: {sorted(set(formats) ^ set(shapes))[:3]}")
+            raise refuse(
+                f"formats and shapes name other layers: {sorted(set(formats) ^ set(shapes))[:3]}"
+            )
         inputs = body["input_formats"]
         if inputs is not None and (not isinstance(inputs, dict) or set(inputs) != set(formats)):
             raise refuse("input_formats must be null or name the layers of formats")
@@ -132,9 +134,13 @@ class Assignment:
             if not isinstance(name, str):
                 raise refuse(f"format of {layer} is {name!r}, expected a name")
         try:
-            names = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
+            names = {
+                k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()
+            }
             if inputs is not None:
-                inputs = {k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+                inputs = {
+                    k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()
+                }
         except FormatError as error:
             raise AssignmentError(str(error)) from error
         for key, kinds, expected in _KINDS:
@@ -223,7 +229,7 @@ def make_assignment(
     quantized = sum(u.elements for u in space.units) + sum(space.fixed_elements.values())
     rest = space.model_elements - quantized
     counted = sum(out * into for out, into in space.shapes.values())
-    bits = {unit: space.average(choice, unit) for unit in BIT_UNITS}
+    bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
     bits["whole_model_bits_per_element"] = (quantized_bits + 16 * rest) / space.model_elements
     extra: dict[str, Any] = {"weighting": space.weighting}
     if counted != quantized:

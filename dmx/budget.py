@@ -35,6 +35,7 @@ from dmx.targets import FUSED_GROUPS
 Units = Literal["fused", "layer"]
 Weighting = Literal["elements", "layers"]
 
+
 @dataclass
 class Budget:
     """Upper bound of the average bits of the quantized weights."""
@@ -204,7 +205,9 @@ def build_space(
     linears = linear_layers(model)
     names = list(linears)
     excluded = match_layers(exclude, names, "search.exclude")
-    fixed_patterns = {k: get_block_format(v, setting="search.fixed") for k, v in (fixed or {}).items()}
+    fixed_patterns = {
+        k: get_block_format(v, setting="search.fixed") for k, v in (fixed or {}).items()
+    }
     fixed_by = match_layers(fixed_patterns, names, "search.fixed")
     output = _output_layer(model)
 
@@ -244,12 +247,14 @@ def build_space(
     built = []
     for group, members in groups.items():
         size = elements(members)
-        built.append(Unit(
-            name=group if len(members) > 1 else members[0],
-            layers=tuple(members),
-            elements=size,
-            weight=size if weighting == "elements" else len(members),
-        ))
+        built.append(
+            Unit(
+                name=group if len(members) > 1 else members[0],
+                layers=tuple(members),
+                elements=size,
+                weight=size if weighting == "elements" else len(members),
+            )
+        )
     quantized = {*searched, *fixed_formats}
     return SearchSpace(
         units=tuple(built),
@@ -313,7 +318,10 @@ def project(
         if gain is not None:
             open_units = open_units[gain[open_units, chosen[open_units]] > 0]
         # A first sieve by float arithmetic, with slack; `fits` has the last word.
-        room = budget.limit * space.total_weight - space.average(chosen, budget.unit) * space.total_weight
+        room = (
+            budget.limit * space.total_weight
+            - space.average(chosen, budget.unit) * space.total_weight
+        )
         slack = 1e-9 * budget.limit * space.total_weight
         open_units = open_units[cost[open_units, chosen[open_units]] <= room + slack]
         order = np.lexsort((rank[open_units], -preference[open_units, chosen[open_units]]))

@@ -70,7 +70,10 @@ class QuantLinear(nn.Linear):
     def extra_repr(self) -> str:
         names = [
             f"{operand}={quantizer.block_format if quantizer is not None else 'full'}"
-            for operand, quantizer in (("weight", self.weight_quantizer), ("input", self.input_quantizer))
+            for operand, quantizer in (
+                ("weight", self.weight_quantizer),
+                ("input", self.input_quantizer),
+            )
         ]
         return ", ".join([super().extra_repr(), *names])
 

@@ -15,7 +15,9 @@ from rich.progress import (
 
 
 @contextmanager
-def progress(what: str, total: int, *, done: int = 0, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+def progress(
+    what: str, total: int, *, done: int = 0, quiet: bool = False
+) -> Iterator[Callable[[str], None]]:
     """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

@@ -20,7 +20,8 @@ from dmx.numerics.mx import check_input
 class Quantizer(Protocol):
     """What a quantized layer calls on a weight or an input; `mor`'s safety net wraps one."""
 
-    block_format: BlockFormat
+    @property
+    def block_format(self) -> BlockFormat: ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 

@@ -1,9 +1,10 @@
 """Measure assignments on a text; writes record.json and report.html.
 
-    python -m experiments.evaluate assignments=[bf16,mxfp4,outputs/run/assignment.json] data=wikitext2
+python -m experiments.evaluate assignments=[bf16,mxfp4,outputs/run/assignment.json] data=wikitext2
 """
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,7 +15,7 @@ from dmx.formats import ALIASES, BLOCK_FORMATS, get_mx_format
 from dmx.models import load_model
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments._config import EvaluateRun, build_root
-from experiments._run import Run, console, entry_point, tokens_sha256
+from experiments._run import Run, entry_point, tokens_sha256
 
 
 @entry_point("evaluate")
@@ -26,51 +27,62 @@ def main(cfg: DictConfig) -> None:
         for name in config.assignments
         if name not in BLOCK_FORMATS and name not in ALIASES
     }
-    run = Run(cfg, config.run, "evaluate")
-    if run.is_finished:
-        console.print(f"{run.folder} holds this run, finished; showing it again")
-        run.show_finished()
-        return
-    text = load_text(config.data.evaluation)
-    loaded = load_model(config.model, run.device)
-    for assignment in files.values():
-        assignment.check(loaded.model)
-    tokens = encode(loaded.tokenizer, text)
-    run.facts = {
-        "model": loaded.provenance,
-        "data": {
-            "evaluation": {
-                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
-                "tokens": len(tokens), "windows": len(tokens) // config.evaluation.window,
-                "window": config.evaluation.window,
+    with Run(cfg, config.run, "evaluate") as run:
+        if run.show_if_finished():
+            return
+        text = load_text(config.data.evaluation)
+        loaded = load_model(config.model, run.device)
+        for given in files.values():
+            given.check(loaded.model)
+        tokens = encode(loaded.tokenizer, text)
+        run.facts = {
+            "model": loaded.provenance,
+            "data": {
+                "evaluation": {
+                    "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
+                    "tokens": len(tokens), "windows": len(tokens) // config.evaluation.window,
+                    "window": config.evaluation.window,
+                },
             },
-        },
-    }  # fmt: skip
-    for index, name in enumerate(config.assignments):
-        kind = None
-        if name in files:
-            assignment, label = files[name], str(files[name].search.get("name") or Path(name).stem)
-            label = "dmx" if label == "differentiable" else label
-            kind = files[name].search.get("name")
-            path = f"assignment-{index}.json"
-            shutil.copyfile(name, run.path(path))
-        elif name == "bf16":
-            assignment, label, path = None, "bf16", None
-        else:
-            block_format = get_mx_format(name, setting="assignments")
-            assignment = uniform_assignment(loaded.model, block_format, SearchConfig(name="uniform"))
-            label, kind, path = f"uniform {block_format}", "uniform", f"uniform-{block_format}.json"
-            assignment.save(run.path(path))
-        for operands in config.evaluation.operands if assignment is not None else ["W+A"]:
-            run.row(
-                f"{index}-{operands}",
-                lambda a=assignment, o=operands, n=label, p=path, k=kind: run.measure(
-                    loaded.model, tokens, config.evaluation,
-                    label=n, operands=o, assignment=a, path=p, search=k,
-                ),
-            )  # fmt: skip
-    run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
-    run.finish(seed=None, verdict=None)
+        }  # fmt: skip
+        for index, name in enumerate(config.assignments):
+            assignment: Assignment | None = None
+            kind: str | None = None
+            path: str | None = None
+            if name in files:
+                assignment, label = (
+                    files[name],
+                    str(files[name].search.get("name") or Path(name).stem),
+                )
+                label = "dmx" if label == "differentiable" else label
+                kind = files[name].search.get("name")
+                path = f"assignment-{index}.json"
+                shutil.copyfile(name, run.path(path))
+            elif name == "bf16":
+                label = "bf16"
+            else:
+                block_format = get_mx_format(name, setting="assignments")
+                assignment = uniform_assignment(
+                    loaded.model, block_format, SearchConfig(name="uniform")
+                )
+                label, kind = f"uniform {block_format}", "uniform"
+                path = f"uniform-{block_format}.json"
+                assignment.save(run.path(path))
+            for operands in config.evaluation.operands if assignment is not None else ["W+A"]:
+                measured = partial(
+                    run.measure,
+                    loaded.model,
+                    tokens,
+                    config.evaluation,
+                    label=label,
+                    operands=operands,
+                    assignment=assignment,
+                    path=path,
+                    search=kind,
+                )
+                run.row(f"{index}-{operands}", measured)
+        run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
+        run.finish(seed=None, verdict=None)
 
 
 if __name__ == "__main__":

@@ -79,11 +79,13 @@ _register()
 @entry_point("train_mor")
 def main(cfg: DictConfig) -> None:
     config = build_root(TrainMorRun, cfg)
-    run = Run(cfg, config.run, "train_mor")
-    if run.is_finished:
-        console.print(f"{run.folder} holds this run, finished; showing it again")
-        run.show_finished()
-        return
+    with Run(cfg, config.run, "train_mor") as run:
+        if not run.show_if_finished():
+            _train(config, run)
+
+
+def _train(config: TrainMorRun, run: Run) -> None:
+    """Every asked recipe in turn, then the record and the report."""
     texts = {
         "training": load_text(config.data.calibration),
         "validation": load_text(config.data.evaluation),

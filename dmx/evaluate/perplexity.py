@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.errors import DataError
+from dmx.progress import progress
 from dmx.searching.batches import check_fits_model
 from dmx.searching.objective import model_logits
-from dmx.progress import progress
 
 
 def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
@@ -27,7 +27,9 @@ def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
             beyond the model's positions.
     """
     if tokens.ndim != 1 or tokens.dtype != torch.int64:
-        raise DataError(f"tokens must be 1-d int64, got {tokens.dtype} of shape {tuple(tokens.shape)}")
+        raise DataError(
+            f"tokens must be 1-d int64, got {tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
     if window < 2:
         raise DataError(f"window={window} predicts nothing; choose at least 2")
     if len(tokens) < window:
@@ -68,7 +70,9 @@ def window_losses(
     return torch.cat(losses)
 
 
-def perplexity(model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8) -> float:
+def perplexity(
+    model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8
+) -> float:
     """Perplexity of a model on a stream of tokens.
 
     Args:

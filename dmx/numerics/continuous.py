@@ -135,7 +135,15 @@ def _quantize_blocks(x: Tensor, parameters: Tensor) -> _Blocks:
     rounded = torch.round(ratio)
     top = p.top * widening
     return _Blocks(
-        rounded, ratio, step, is_low, (rounded * step).abs() > top, top, widening, exponent, finite,
+        rounded,
+        ratio,
+        step,
+        is_low,
+        (rounded * step).abs() > top,
+        top,
+        widening,
+        exponent,
+        finite,
         torch.sign(u),
     )
 
@@ -154,7 +162,9 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
     q = _quantize_blocks(x, parameters)
     top = q.top.expand_as(q.ratio)
     u = torch.where(q.clamped, torch.copysign(top, q.ratio), q.rounded * q.step)
-    values = torch.where(q.finite[..., None], u * exact_power_of_two(q.exponent)[..., None], torch.nan)
+    values = torch.where(
+        q.finite[..., None], u * exact_power_of_two(q.exponent)[..., None], torch.nan
+    )
     return from_blocks(values, x.shape, x.ndim - 1).to(x.dtype)
 
 

@@ -77,7 +77,11 @@ def _quantize_blocks(
     clean = torch.where(finite[..., None], blocks, 0.0)
     exponent = amax_to_scale_exponent(clean.abs().amax(-1), element, scale_rule)
     # Multiplying by 2**-e is exact; the reciprocal of 2**-127 is representable, of 2**127 too.
-    return round_to_element(clean * exact_power_of_two(-exponent)[..., None], element), exponent, finite
+    return (
+        round_to_element(clean * exact_power_of_two(-exponent)[..., None], element),
+        exponent,
+        finite,
+    )
 
 
 @dataclass(frozen=True)

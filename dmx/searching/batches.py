@@ -1,6 +1,7 @@
 """Calibration batches: checked once, cycled, reshuffled each pass; a function of the step alone."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,12 @@ def list_batches(batches: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
         raise DataError("batches is empty: give at least one int64 tensor of shape (batch, length)")
     for i, batch in enumerate(listed):
         if not isinstance(batch, Tensor) or batch.dtype != torch.int64 or batch.ndim != 2:
-            found = f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch)
-            raise DataError(f"batches[{i}] must be int64 token ids of shape (batch, length), got {found}")
+            found = (
+                f"{batch.dtype} {tuple(batch.shape)}" if isinstance(batch, Tensor) else type(batch)
+            )
+            raise DataError(
+                f"batches[{i}] must be int64 token ids of shape (batch, length), got {found}"
+            )
         if batch.shape != listed[0].shape:
             raise DataError(
                 f"batches[{i}] has shape {tuple(batch.shape)}, batches[0] {tuple(listed[0].shape)}: "
@@ -40,7 +45,7 @@ def list_batches(batches: Iterable[Tensor], model: nn.Module) -> list[Tensor]:
 def check_fits_model(model: nn.Module, tokens: Tensor, window: int) -> None:
     """Raise DataError for ids beyond the vocabulary or a window beyond the positions of a model;
     a model whose config states neither is not checked."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     # Models that also see or hear keep the language model's sizes in a config of its own.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab_size = getattr(config, "vocab_size", None)

@@ -97,7 +97,9 @@ class SearchConfig:
             if getattr(self, name) < 1:
                 raise SearchConfigError(f"search.{name}={getattr(self, name)} must be at least 1")
         if self.score_batches is not None and self.score_batches < 1:
-            raise SearchConfigError(f"search.score_batches={self.score_batches} must be at least 1 or null")
+            raise SearchConfigError(
+                f"search.score_batches={self.score_batches} must be at least 1 or null"
+            )
         if self.nesterov and self.momentum == 0:
             raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
         if self.name == "differentiable" and self.scale_rule != "floor":
@@ -119,7 +121,9 @@ class SearchConfig:
         refused = [f.name for f in get_family(self.family).formats if f.name not in target.formats]
         if refused:
             fitting = [
-                f.name for f in FAMILIES.values() if all(b.name in target.formats for b in f.formats)
+                f.name
+                for f in FAMILIES.values()
+                if all(b.name in target.formats for b in f.formats)
             ]
             raise FormatError(
                 f"search.target={self.target} cannot load {', '.join(refused)} of "

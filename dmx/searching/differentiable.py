@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from dmx.budget import Budget, SearchSpace, project
 from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text
+from dmx.progress import progress
 from dmx.searching import schedule
 from dmx.searching.batches import batch_order
 from dmx.searching.config import SearchConfig, SearchConfigError
@@ -35,7 +36,6 @@ from dmx.searching.graph import GraphedStep, is_purely_causal, maskless_attentio
 from dmx.searching.objective import budget_penalty, model_logits, task_loss
 from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
 from dmx.searching.processes import Processes
-from dmx.progress import progress
 
 STATE_FILE = "search_state.pt"
 _STATE_KEYS = {
@@ -103,7 +103,9 @@ class DifferentiableSearch:
         with torch.no_grad():
             return model_logits(self.model, tokens)
 
-    def _measure(self, bank: Bank, temperature: float, hard: np.ndarray, projected: np.ndarray) -> dict[str, float]:
+    def _measure(
+        self, bank: Bank, temperature: float, hard: np.ndarray, projected: np.ndarray
+    ) -> dict[str, float]:
         """Task loss of the soft, the hard and the projected model on the first batch."""
         tokens = self.processes.own_rows(self.batches[0]).to(self.device)
         reference = self._reference(bank, tokens)
@@ -138,8 +140,11 @@ class DifferentiableSearch:
         (gradient,) = torch.autograd.grad(loss + penalty, [self.raw])
         return gradient, torch.stack([loss, penalty, average]).detach()
 
-    def _stepper(self, bank: Bank, tokens: Tensor) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+    def _stepper(
+        self, bank: Bank, tokens: Tensor
+    ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
         """`_gradient` as it is, or captured in a CUDA graph where the config asks for it."""
+
         def step(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
             return self._gradient(bank, tokens, temperature)
 
@@ -177,7 +182,9 @@ class DifferentiableSearch:
         self.warnings.append(message)
         warnings.warn(message, stacklevel=3)
 
-    def take_step(self, bank: Bank, stepper: Callable[..., Any], batch_index: int) -> dict[str, Any]:
+    def take_step(
+        self, bank: Bank, stepper: Callable[..., Any], batch_index: int
+    ) -> dict[str, Any]:
         config = self.config
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
@@ -236,7 +243,9 @@ class DifferentiableSearch:
         write_text(self.folder / "history.jsonl", "".join(f"{line}\n" for line in lines))
         names = np.array([u.name for u in self.space.units])
         rows = np.stack(self.raw_rows)
-        write_atomic(self.folder / "offsets.npz", lambda f: np.savez_compressed(f, raw=rows, units=names))
+        write_atomic(
+            self.folder / "offsets.npz", lambda f: np.savez_compressed(f, raw=rows, units=names)
+        )
 
     def resume(self) -> bool:
         """Go on from the folder's state, if there is one.
@@ -293,15 +302,17 @@ class DifferentiableSearch:
                 assert stepper is not None
                 row = self.take_step(bank, stepper, next(order))
                 shown = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
-                advance(f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard")
+                advance(
+                    f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard"
+                )
                 if self.step % config.checkpoint_every == 0:
                     self.save()
         self.save()
         moved = np.abs(self.raw_rows[-1] - self.raw_rows[0]).max() if self.raw_rows else 0
         if moved == 0:
-            first = self.space.units[0].name
+            unit = self.space.units[0].name
             self._warn(
-                f"no offset moved in {config.steps} steps ({first} and {len(self.space.units) - 1} "
+                f"no offset moved in {config.steps} steps ({unit} and {len(self.space.units) - 1} "
                 "more): the gradients are zero or the learning rate is. Raise search.lr, or start "
                 "elsewhere (search.raw_start)."
             )
@@ -331,9 +342,11 @@ def _checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
         # The input of the first block needs no gradient, the offsets inside it do: only the
         # non-reentrant form sees them. Blocks checkpoint when they are in training mode; their
         # children stay in eval mode, so that dropout stays off.
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        block.training = True
+        block.__dict__ |= {
+            "gradient_checkpointing": True,
+            "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False),
+            "training": True,
+        }
     try:
         yield
     finally:

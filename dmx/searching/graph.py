@@ -52,7 +52,10 @@ class GraphedStep:
     """
 
     def __init__(
-        self, step: Callable[[Tensor, Tensor], tuple[Tensor, ...]], tokens: Tensor, temperature: Tensor
+        self,
+        step: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
+        tokens: Tensor,
+        temperature: Tensor,
     ) -> None:
         self.tokens, self.temperature = tokens.clone(), temperature.clone()
         side = torch.cuda.Stream()

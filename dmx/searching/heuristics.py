@@ -71,7 +71,10 @@ def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np
     n_units, n_formats = scores.shape
     bits = space.candidate_bits(budget.unit)
     cost = space.weights[:, None] * (bits - bits[0])[None]
-    room = budget.limit * space.total_weight - space.average([0] * n_units, budget.unit) * space.total_weight
+    room = (
+        budget.limit * space.total_weight
+        - space.average([0] * n_units, budget.unit) * space.total_weight
+    )
     # In units of the largest cost, so that the solver's absolute tolerance means something.
     unit_cost = cost.max() or 1.0
     one_each = np.kron(np.eye(n_units), np.ones(n_formats))
@@ -80,7 +83,9 @@ def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np
     result = scipy.optimize.milp(
         -(saved / (np.abs(saved).max() or 1.0)).ravel(),
         constraints=[
-            scipy.optimize.LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
+            scipy.optimize.LinearConstraint(
+                cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost
+            ),
             scipy.optimize.LinearConstraint(one_each, 1, 1),
         ],
         integrality=np.ones(scores.size),
@@ -88,7 +93,9 @@ def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
-        raise BudgetError(f"budget.limit={budget.limit}: the solver found no choice ({result.message})")
+        raise BudgetError(
+            f"budget.limit={budget.limit}: the solver found no choice ({result.message})"
+        )
     return result.x.reshape(n_units, n_formats).argmax(1).astype(np.int64)
 
 
@@ -136,7 +143,10 @@ class Scan:
         return self._collect("weight_mse", range(len(self.space.formats)), self._scan_weights)
 
     def _collect(
-        self, kind: str, candidates: Sequence[int], scan: Callable[[list[BlockFormat], list[ScoreFile]], None]
+        self,
+        kind: str,
+        candidates: Sequence[int],
+        scan: Callable[[list[BlockFormat], list[ScoreFile]], None],
     ) -> np.ndarray:
         formats = [self.space.formats[c] for c in candidates]
         files = [self._file(kind, f) for f in formats]
@@ -159,7 +169,9 @@ class Scan:
         """How many parts a scan counts for its resumption."""
         return 1 if kind == "weight_mse" else len(self.batches)
 
-    def _save(self, block_format: BlockFormat, file: ScoreFile, values: np.ndarray, done: int) -> None:
+    def _save(
+        self, block_format: BlockFormat, file: ScoreFile, values: np.ndarray, done: int
+    ) -> None:
         self._memory[block_format.name] = (values.copy(), done)
         file.save(values, done)
 
@@ -170,8 +182,12 @@ class Scan:
         n_units, n_batches = len(self.space.units), len(self.batches)
         sums, done = _partial(files, n_units)
         with (
-            searching_model(self.model, self.space, self.config.format_family, self.config.scale_rule) as bank,
-            progress("kl scan", n_batches * n_units * len(formats), done=done * n_units * len(formats)) as advance,
+            searching_model(
+                self.model, self.space, self.config.format_family, self.config.scale_rule
+            ) as bank,
+            progress(
+                "kl scan", n_batches * n_units * len(formats), done=done * n_units * len(formats)
+            ) as advance,
         ):
             bank.set_full()
             replay = PrefixReplay(self.model)
@@ -182,13 +198,15 @@ class Scan:
                 bank.set_full()
                 reference = replay.reference(tokens) if reuse else model_logits(self.model, tokens)
                 log_q = torch.log_softmax(reference.flatten(0, 1).float(), -1)
-                batch_sums = torch.zeros(n_units, len(formats), dtype=torch.float64, device=self.device)
+                batch_sums = torch.zeros(
+                    n_units, len(formats), dtype=torch.float64, device=self.device
+                )
                 for block, units in groups:
                     jobs = [(u, f) for u in units for f in range(len(formats))]
                     for part in _split(jobs, self._stack_size(reference)):
                         self._disturb(bank, replay, tokens, block, part, formats, log_q, batch_sums)
                         for _ in part:
-                            advance()
+                            advance("")
                 sums += batch_sums.cpu().numpy() / (tokens.numel() * n_batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
@@ -237,7 +255,9 @@ class Scan:
         n_units = len(self.space.units)
         sums, done = _partial(files, n_units)
         with (
-            searching_model(self.model, self.space, self.config.format_family, self.config.scale_rule) as bank,
+            searching_model(
+                self.model, self.space, self.config.format_family, self.config.scale_rule
+            ) as bank,
             progress("fisher scan", len(self.batches), done=done) as advance,
         ):
             for index in range(done, len(self.batches)):
@@ -247,7 +267,7 @@ class Scan:
                 sums += totals.double().cpu().numpy() / len(self.batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
-                advance()
+                advance("")
 
     def _fisher_pass(
         self, bank: Bank, tokens: Tensor, formats: list[BlockFormat], totals: Tensor
@@ -260,12 +280,14 @@ class Scan:
             x = inputs[0].detach()
             if output.requires_grad:
                 output.register_hook(
-                    lambda grad: _add_fisher(layer, x, grad, formats, self.config.scale_rule, totals)
+                    lambda grad: _add_fisher(
+                        layer, x, grad, formats, self.config.scale_rule, totals
+                    )
                 )
 
         for module in self.model.modules():
             if isinstance(module, SearchLinear):
-                handles.append(module.register_forward_hook(watch))  # type: ignore[arg-type]
+                handles.append(module.register_forward_hook(watch))
         try:
             embedding = self.model.get_input_embeddings()  # type: ignore[operator]
             with torch.enable_grad():
@@ -291,16 +313,24 @@ class Scan:
             for u, unit in enumerate(self.space.units):
                 weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
                 for weight in weights.values():
-                    error = ops.fake_quant(
-                        weight.detach(), block_format, scale_rule=self.config.scale_rule
-                    ).float() - weight.float()
+                    error = (
+                        ops.fake_quant(
+                            weight.detach(), block_format, scale_rule=self.config.scale_rule
+                        ).float()
+                        - weight.float()
+                    )
                     sums[u] += float(error.square().sum(dtype=torch.float64))
             self._save(block_format, file, sums, 1)
 
 
 @torch.no_grad()
 def _add_fisher(
-    layer: SearchLinear, x: Tensor, grad: Tensor, formats: list[BlockFormat], scale_rule: Any, totals: Tensor
+    layer: SearchLinear,
+    x: Tensor,
+    grad: Tensor,
+    formats: list[BlockFormat],
+    scale_rule: Any,
+    totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
     squared = grad.float().square()

@@ -106,9 +106,7 @@ def kl_sum(log_q: Tensor, logits: Tensor) -> Tensor:
     return total
 
 
-def task_loss(
-    objective: str, logits: Tensor, tokens: Tensor, reference: Tensor | None
-) -> Tensor:
+def task_loss(objective: str, logits: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
     """0-d float32, nats/token. `reference`: logits of the full-precision model, for kl."""
     if objective == "cross_entropy":
         return cross_entropy(logits, tokens)

@@ -11,6 +11,7 @@ Source: dMX, arXiv 2606.04115 (two stops); the third stop is ours.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,7 @@ SHARPNESS = 20.0
 
 def raw_thresholds(family: Family) -> tuple[float, ...]:
     """Raw offset above which a unit takes the next format: the midpoints between the stops."""
-    stops = family.stops
-    return tuple((a + b) / 2 for a, b in zip(stops[:-1], stops[1:], strict=True))
+    return tuple((a + b) / 2 for a, b in pairwise(family.stops))
 
 
 def anneal(raw: Tensor, temperature: float | Tensor, family: Family) -> Tensor:
@@ -41,7 +41,7 @@ def anneal(raw: Tensor, temperature: float | Tensor, family: Family) -> Tensor:
     """
     sharpness = SHARPNESS * temperature
     offset = torch.zeros_like(raw)
-    for low, high in zip(family.stops[:-1], family.stops[1:], strict=True):
+    for low, high in pairwise(family.stops):
         width = high - low
         offset = offset + width * torch.sigmoid(sharpness * ((raw - low) / width - 0.5))
     return offset
@@ -164,7 +164,9 @@ class FixedLinear(nn.Linear):
         weight = ops.fake_quant(self.weight, self.block_format, scale_rule=rule)
         quantized = ops.fake_quant(x.detach(), self.block_format, scale_rule=rule)
         # Straight through: the value of the quantized input, the gradient of the input.
-        return F.linear(x + (quantized - x.detach()) if x.requires_grad else quantized, weight, self.bias)
+        return F.linear(
+            x + (quantized - x.detach()) if x.requires_grad else quantized, weight, self.bias
+        )
 
 
 @contextmanager

@@ -13,7 +13,9 @@ def temperature(config: SearchConfig, step: int) -> float:
     start = int(config.anneal_from * config.steps)
     span = config.steps - 1 - start
     if step < start or span <= 0:
-        return config.temperature_end if step >= config.steps - 1 and span == 0 else config.temperature
+        return (
+            config.temperature_end if step >= config.steps - 1 and span == 0 else config.temperature
+        )
     ratio = config.temperature_end / config.temperature
     return float(config.temperature * ratio ** ((step - start) / span))
 

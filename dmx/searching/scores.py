@@ -18,7 +18,13 @@ from dmx.errors import RunError
 from dmx.files import sha256, write_json
 
 SCHEMA = "dmx.scores/1"
-_CODE = ("searching/heuristics.py", "searching/replay.py", "searching/offsets.py", "numerics", "formats.py")
+_CODE = (
+    "searching/heuristics.py",
+    "searching/replay.py",
+    "searching/offsets.py",
+    "numerics",
+    "formats.py",
+)
 
 
 @cache
@@ -64,9 +70,13 @@ class ScoreFile:
                 and isinstance(done, int)
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"score file {path} is damaged ({error}). Delete it to scan again.") from error
+            raise RunError(
+                f"score file {path} is damaged ({error}). Delete it to scan again."
+            ) from error
         if not sound:
-            raise RunError(f"score file {path} is damaged (its checksum differs). Delete it to scan again.")
+            raise RunError(
+                f"score file {path} is damaged (its checksum differs). Delete it to scan again."
+            )
         return values, done
 
     def save(self, values: np.ndarray, done: int) -> None:
