@@ -11,6 +11,7 @@ to its next candidate with a gain > 0 still fits.
 """
 
 import fnmatch
+import heapq
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,6 +88,12 @@ class SearchSpace:
     @cached_property
     def weights(self) -> np.ndarray:
         return np.array([u.weight for u in self.units], dtype=np.float64)
+
+    @cached_property
+    def name_rank(self) -> np.ndarray:
+        """(U,) int64; place of each unit in the order of names."""
+        by_name = np.argsort([u.name for u in self.units], kind="stable")
+        return np.argsort(by_name, kind="stable")
 
     @cached_property
     def _fixed_weights(self) -> dict[str, int]:
@@ -295,43 +302,43 @@ def project(
         BudgetError: the budget is below the cheapest choice.
     """
     space.check_budget(budget, warn=False)
-    chosen = np.array(choice, dtype=np.int64)
+    chosen = np.array(choice, dtype=np.int64).tolist()
     top = len(space.formats) - 1
+    # Weights are whole and bits multiples of 1/4, so float sums of their products are exact, in
+    # any order: a running sum equals `space.average` to the bit.
     bits = space.candidate_bits(budget.unit)
+    total = float(space.weights @ bits[chosen]) + space.fixed_bits(budget.unit)
+    cost = (space.weights[:, None] * np.diff(bits)[None]).tolist()
+    wish = preference.tolist()
     # Rank breaks ties: an earlier name is raised first and lowered last.
-    rank = np.argsort(np.argsort([u.name for u in space.units], kind="stable"), kind="stable")
-    n = len(space.units)
-    index = np.arange(n)
+    rank = space.name_rank.tolist()
 
-    def fits(candidate: np.ndarray) -> bool:
-        return space.average(candidate, budget.unit) <= budget.limit
+    def fits(weighted_bits: float) -> bool:
+        return weighted_bits / space.total_weight <= budget.limit
 
-    while not fits(chosen):
-        raised = np.flatnonzero(chosen > 0)
-        wish = preference[raised, chosen[raised] - 1]
-        worst = raised[np.lexsort((-rank[raised], wish))[0]]
-        chosen[worst] -= 1
+    lowest = [(wish[u][c - 1], -rank[u], u) for u, c in enumerate(chosen) if c > 0]
+    heapq.heapify(lowest)
+    while not fits(total):
+        unit = heapq.heappop(lowest)[2]
+        chosen[unit] -= 1
+        total -= cost[unit][chosen[unit]]
+        if chosen[unit] > 0:
+            heapq.heappush(lowest, (wish[unit][chosen[unit] - 1], -rank[unit], unit))
 
-    cost = space.weights[:, None] * np.diff(bits)[None]
-    while True:
-        open_units = index[chosen < top]
-        if gain is not None:
-            open_units = open_units[gain[open_units, chosen[open_units]] > 0]
-        # A first sieve by float arithmetic, with slack; `fits` has the last word.
-        room = (
-            budget.limit * space.total_weight
-            - space.average(chosen, budget.unit) * space.total_weight
-        )
-        slack = 1e-9 * budget.limit * space.total_weight
-        open_units = open_units[cost[open_units, chosen[open_units]] <= room + slack]
-        order = np.lexsort((rank[open_units], -preference[open_units, chosen[open_units]]))
-        for unit in open_units[order]:
-            chosen[unit] += 1
-            if fits(chosen):
-                break
-            chosen[unit] -= 1
-        else:
-            return chosen
+    def is_useful(unit: int) -> bool:
+        return chosen[unit] < top and (gain is None or gain[unit, chosen[unit]] > 0)
+
+    highest = [(-wish[u][c], rank[u], u) for u, c in enumerate(chosen) if is_useful(u)]
+    heapq.heapify(highest)
+    while highest:
+        unit = heapq.heappop(highest)[2]
+        raised = total + cost[unit][chosen[unit]]
+        if not fits(raised):
+            continue  # nor will it later: the room only shrinks
+        chosen[unit], total = chosen[unit] + 1, raised
+        if is_useful(unit):
+            heapq.heappush(highest, (-wish[unit][chosen[unit]], rank[unit], unit))
+    return np.array(chosen, dtype=np.int64)
 
 
 def is_maximal(
