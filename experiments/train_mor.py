@@ -79,12 +79,16 @@ _register()
 @entry_point("train_mor")
 def main(cfg: DictConfig) -> None:
     config = build_root(TrainMorRun, cfg)
-    with Run(cfg, config.run, "train_mor") as run:
+    device = config.run.torch_device()
+    accelerator = Accelerator(mixed_precision=config.train.precision, cpu=device.type == "cpu")
+    with accelerator.main_process_first():
+        run = Run(cfg, config.run, "train_mor")
+    with run:
         if not run.show_if_finished():
-            _train(config, run)
+            _train(config, run, accelerator)
 
 
-def _train(config: TrainMorRun, run: Run) -> None:
+def _train(config: TrainMorRun, run: Run, accelerator: Accelerator) -> None:
     """Every asked recipe in turn, then the record and the report."""
     texts = {
         "training": load_text(config.data.calibration),
@@ -110,11 +114,12 @@ def _train(config: TrainMorRun, run: Run) -> None:
             for name, text in texts.items()
         },
     }  # fmt: skip
-    accelerator = Accelerator(mixed_precision=config.train.precision, cpu=run.device.type == "cpu")
     for seed in config.seeds:
         for name in config.recipes:
             make = partial(_trained, run, config, loaded, windows, accelerator, name, seed)
             run.row(f"{name}-{seed}", make)
+    if not accelerator.is_main_process:
+        return
     entries = comparison(group_rows(run.rows))
     run.actual |= {"device": str(accelerator.device), "processes": accelerator.num_processes}
     run.facts["comparison"] = entries
@@ -132,7 +137,8 @@ def _trained(
     folder = run.path(f"{recipe}-{seed}")
     model = fresh_weights(loaded.model, seed, **config.architecture)
     steps = config.train.steps_for(len(windows["training"]))
-    with progress(f"{recipe}, seed {seed}", steps) as advance:
+    quiet = not accelerator.is_main_process
+    with progress(f"{recipe}, seed {seed}", steps, quiet=quiet) as advance:
         result = train(
             model, windows["training"], windows["validation"], config.train,
             config.recipes[recipe], folder=folder, seed=seed, accelerator=accelerator,

@@ -26,6 +26,12 @@ def rescale_channels(
             slice_.mul_(factor)
 
 
+def largest_channel(model: nn.Module, mlp_name: str) -> int:
+    """Intermediate channel with the largest weight in up_proj."""
+    up, _ = _projections(model, mlp_name)
+    return int(up.weight.detach().abs().amax(1).argmax())
+
+
 class FrozenChannels:
     """Holds rescaled channels still while the rest trains.
 
@@ -58,14 +64,7 @@ def _slices(
     gradients: bool = False,
 ) -> Iterator[tuple[Tensor, float]]:
     """Views of each channel's up_proj row and down_proj column, with its factor."""
-    modules = dict(model.named_modules())
-    up, down = (modules.get(f"{mlp_name}.{name}") for name in ("up_proj", "down_proj"))
-    if not (isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
-        known = [n.removesuffix(".up_proj") for n in modules if n.endswith(".up_proj")]
-        raise MorError(
-            f"outlier.layer={mlp_name!r} is no MLP with up_proj and down_proj. "
-            f"Found: {', '.join(known) or 'none'}."
-        )
+    up, down = _projections(model, mlp_name)
     if up.weight.dtype == torch.float16 and exponent:
         raise MorError("outliers of 2**17 overflow fp16 weights; use bfloat16 or float32")
     for channel in channels:
@@ -77,3 +76,16 @@ def _slices(
             tensor = weight.grad if gradients else weight
             if tensor is not None:
                 yield tensor[channel] if sign > 0 else tensor[:, channel], 2.0 ** (sign * exponent)
+
+
+def _projections(model: nn.Module, mlp_name: str) -> tuple[nn.Linear, nn.Linear]:
+    """up_proj and down_proj."""
+    modules = dict(model.named_modules())
+    up, down = (modules.get(f"{mlp_name}.{name}") for name in ("up_proj", "down_proj"))
+    if not (isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
+        known = [n.removesuffix(".up_proj") for n in modules if n.endswith(".up_proj")]
+        raise MorError(
+            f"outlier.layer={mlp_name!r} is no MLP with up_proj and down_proj. "
+            f"Found: {', '.join(known) or 'none'}."
+        )
+    return up, down

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mor._base import write_atomic
 from mor.config import MorConfig, MorError
 from mor.linear import decision_state, load_decision_state, swap_linears
-from mor.outliers import FrozenChannels, rescale_channels
+from mor.outliers import FrozenChannels, largest_channel, rescale_channels
 from mor.statistics import MorLogger
 
 CHECKPOINT = "checkpoint.pt"
@@ -40,8 +40,9 @@ class OutlierConfig:
     """Before this step; -1 = never."""
     layer: str = "model.layers.0.mlp"
     """Name of the MLP."""
-    channels: list[int] = field(default_factory=lambda: [7])
-    """Which intermediate channels; they are held from then on."""
+    channels: list[int] = field(default_factory=list)
+    """Which intermediate channels; they are held from then on. Empty: the one with the largest
+    weight in up_proj, which sets the highest amax."""
     exponent: int = 17
     """up_proj rows times 2**exponent, down_proj columns times 2**-exponent."""
 
@@ -315,7 +316,7 @@ class _TrainingRun:
         """One optimizer step; loss and gradient norm, 0-d, on the device."""
         outlier = self.config.outlier
         if step == outlier.step:
-            rescale_channels(self.model, outlier.layer, outlier.channels, outlier.exponent)
+            rescale_channels(self.model, outlier.layer, self._channels(), outlier.exponent)
             self._hold()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -349,10 +350,13 @@ class _TrainingRun:
         self.model.train()
         return torch.cat(rows).double().cpu()
 
+    def _channels(self) -> list[int]:
+        # Scaled up, the largest is the largest still: a resumed run finds the same one.
+        outlier = self.config.outlier
+        return outlier.channels or [largest_channel(self.model, outlier.layer)]
+
     def _hold(self) -> None:
-        self.held = FrozenChannels(
-            self.model, self.config.outlier.layer, self.config.outlier.channels
-        )
+        self.held = FrozenChannels(self.model, self.config.outlier.layer, self._channels())
 
     def save(self, step: int, seconds: float) -> None:
         if not self.accelerator.is_main_process:
