@@ -10,15 +10,24 @@ from torch import Tensor
 
 from dmx.assignment import Assignment
 from dmx.budget import Budget
-from dmx.data import DataPair, encode, load_text, token_batches
+from dmx.data import DataPair, check_window, encode, load_text, token_batches
+from dmx.evaluate.perplexity import cut_windows
 from dmx.formats import BlockFormat
-from dmx.models import ModelConfig, load_model
+from dmx.models import ModelConfig, load_model, max_positions
 from dmx.searching import SearchConfig, search, uniform_assignment
 from experiments._config import CalibrationConfig, EvaluationConfig
 from experiments._run import Run, tokens_sha256
 
 LABELS = {"differentiable": "dmx"}
 """Search name -> what tables call its rows; others keep their name."""
+
+
+def check_windows(
+    meta: Any, calibration: CalibrationConfig, evaluation: EvaluationConfig
+) -> None:
+    """Raise DataError for windows beyond the positions of a model, which may be a meta one."""
+    for window in (calibration.window, evaluation.window):
+        check_window(window, max_positions(meta.config))
 
 
 class Bench:
@@ -41,6 +50,7 @@ class Bench:
         tokens = encode(self.tokenizer, texts[1])
         if evaluation.max_windows is not None:
             tokens = tokens[: evaluation.max_windows * evaluation.window]
+        cut_windows(self.model, tokens, evaluation.window)  # refuse before a search, not after it
         self.tokens = tokens
         first = self.batches(0)
         run.facts = {

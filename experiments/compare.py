@@ -27,7 +27,7 @@ from dmx.searching import search_space
 from dmx.searching.ablation import unit_ablation
 from experiments._collect import collect_runs
 from experiments._config import CompareRun, build_root
-from experiments._rows import Bench
+from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
 
 CSV_COLUMNS = (
@@ -41,7 +41,9 @@ CSV_COLUMNS = (
 def main(cfg: DictConfig) -> None:
     config = build_root(CompareRun, cfg)
     if not config.collect:
-        space = search_space(meta_model(config.model), config.search)
+        meta = meta_model(config.model)
+        check_windows(meta, config.calibration, config.evaluation)
+        space = search_space(meta, config.search)
         for limit in config.budgets:
             space.check_budget(Budget(limit, config.unit))
     asked = Assignment.load(config.ablate) if config.ablate else None

@@ -12,15 +12,17 @@ from dmx.models import meta_model
 from dmx.searching import search_space
 from experiments._config import SearchRun, build_root
 from experiments._results import verdicts
-from experiments._rows import Bench
+from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
 
 
 @entry_point("search")
 def main(cfg: DictConfig) -> float | None:
     config = build_root(SearchRun, cfg)
-    # The budget's range follows from shapes alone: a wrong budget is refused before weights load.
-    search_space(meta_model(config.model), config.search).check_budget(config.budget)
+    # What follows from shapes alone is refused before weights load.
+    meta = meta_model(config.model)
+    search_space(meta, config.search).check_budget(config.budget)
+    check_windows(meta, config.calibration, config.evaluation)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
