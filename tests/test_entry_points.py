@@ -1,0 +1,355 @@
+"""The commands: what they leave in a folder, how they refuse, and that they go on after a stop."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import dmx
+from dmx.data import DataConfig, encode, load_text
+from dmx.formats import MX_FORMATS
+from dmx.models import byte_tokenizer
+from experiments import _rows, evaluate, search
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = [
+    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
+    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
+    "evaluation.batch_size=4", "evaluation.max_windows=6",
+]  # fmt: skip
+LATER = {"search_peak_memory_bytes"}  # measured on a GPU only
+SEARCH = [*TINY, "search.steps=6", "search.evaluate_every=3", "baselines=[bf16,kl]"]
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """run(search, "budget=bits_4p5", ...) -> (exit code, standard output, standard error)."""
+
+    def command(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        code = 0
+        try:
+            module.main()
+        except SystemExit as error:
+            code = error.code
+        out, err = capfd.readouterr()
+        return code, out, " ".join(err.split())
+
+    return command
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text())
+
+
+def numbers(folder):
+    """What two equal runs have in common: everything but times."""
+
+    def timeless(value):
+        if isinstance(value, dict):
+            return {k: timeless(v) for k, v in value.items() if not k.endswith("seconds")}
+        return [timeless(v) for v in value] if isinstance(value, list) else value
+
+    history = (folder / "history.jsonl").read_text().splitlines()
+    return (
+        timeless(read_json(folder / "assignment.json")),
+        timeless([json.loads(row) for row in history]),
+        timeless(read_json(folder / "record.json")["results"]),
+    )
+
+
+# ---------------------------------------------------------------- what a run leaves
+
+
+def test_a_search_leaves_everything_and_shows_it_again(run, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*SEARCH, "budget=bits_4p5", "evaluation.operands=[W+A,W]", f"run.folder={folder}"]
+    code, out, err = run(search, *arguments)
+    assert code == 0 and "Traceback" not in err
+    for name in ("config.yaml", "record.json", "assignment.json", "history.jsonl", "report.html"):
+        assert (folder / name).stat().st_size > 0, name
+    assert str(folder / "report.html") in out and "dmx" in out
+    assert "<html" in (folder / "report.html").read_text()
+
+    record = read_json(folder / "record.json")
+    assert record["schema"] == "dmx.record/1" and record["command"] == "search"
+    assert set(record) >= {
+        "started", "finished", "wall_seconds", "versions", "device", "peak_memory_bytes", "seed",
+        "model", "data", "requested", "actual", "results", "verdict", "warnings",
+    }  # fmt: skip
+    assert record["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert record["versions"]["dmx"] == dmx.__version__
+    assert record["requested"]["budget"] == {"limit": 4.5, "unit": "element_bits"}
+    assert record["requested"]["search"]["steps"] == record["actual"]["steps"] == 6
+    assert {"device": "cpu", "dtype": "float32"}.items() <= record["actual"].items()
+    assert record["actual"]["backend"] in ("cpp", "reference")
+    assert record["model"]["note"] == "random weights"
+    calibration = record["data"]["calibration"]
+    assert calibration["batch_shape"] == [2, 32] and calibration["tokens"] == 3 * 64
+    assert record["data"]["evaluation"]["windows"] == 6
+    assert calibration["sha256"] != record["data"]["evaluation"]["sha256"]
+
+    rows = {(row["label"], row["operands"]): row for row in record["results"]}
+    assert set(rows) == {("bf16", None), *((n, o) for n in ("kl", "dmx") for o in ("W+A", "W"))}
+    for row in record["results"]:
+        assert row["perplexity"] == pytest.approx(2.718281828459045 ** row["nll"], rel=1e-9)
+        assert len(row["window_nll"]) == row["windows"] == 6 and row["tokens"] == 6 * 63
+        nulls = [k for k, v in row.items() if v is None and k + "_reason" not in row]
+        assert set(nulls) <= {"search", "assignment", "operands", "seed", "budget", *LATER}, nulls
+    assert rows["dmx", "W+A"]["element_bits"] <= 4.5
+    assert len((folder / "history.jsonl").read_text().splitlines()) == 6
+
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    code, again, err = run(search, *arguments)
+    assert code == 0 and "finished; showing it again" in err and again == out
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+    # the record's number is the model's under the file's formats
+    found = dmx.Assignment.load(folder / "assignment.json")
+    config = search.build_root(search.SearchRun, _composed("search", arguments))
+    model = _rows.load_model(config.model).model
+    text = load_text(DataConfig(name="synthetic", split="evaluation"))
+    tokens = encode(byte_tokenizer(), text)[: 6 * 64]
+    dmx.apply(model, found)
+    expected = dmx.perplexity(model, tokens, window=64, batch_size=4)
+    assert rows["dmx", "W+A"]["perplexity"] == pytest.approx(expected, rel=1e-9)
+
+    # and the second command starts from that file alone
+    other = tmp_path / "evaluated"
+    names = f"[bf16,mxfp4,{folder / 'assignment.json'}]"
+    code, out, err = run(evaluate, *TINY, f"assignments={names}", f"run.folder={other}")
+    assert code == 0, err
+    by_label = {r["label"]: r["perplexity"] for r in read_json(other / "record.json")["results"]}
+    assert by_label["dmx"] == rows["dmx", "W+A"]["perplexity"]
+    assert by_label["bf16"] == rows["bf16", None]["perplexity"]
+    assert (other / "report.html").exists() and (other / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["uniform", "random", "kl"])
+def test_every_search_without_steps_runs_from_the_command_line(name, run, tmp_path):
+    folder = tmp_path / "run"
+    code, _, err = run(search, *TINY, f"search={name}", "baselines=[]", f"run.folder={folder}")
+    assert code == 0, err
+    (row,) = read_json(folder / "record.json")["results"]
+    assert row["label"] == row["search"] == name and row["element_bits"] <= 5.0
+    assert (folder / "report.html").exists()
+
+
+def test_uniform_rows_hold_every_format(run, tmp_path):
+    arguments = [*TINY, "search.steps=1", "baselines=[uniform]", f"run.folder={tmp_path / 'r'}"]
+    assert run(search, *arguments)[0] == 0
+    labels = [row["label"] for row in read_json(tmp_path / "r" / "record.json")["results"]]
+    assert labels == [*(f"uniform {f}" for f in MX_FORMATS), "dmx"]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["budget.limit=3.9"], r"BudgetError: budget\.limit=3\.9 .*Reachable with .*: 4 to 6"),
+        (["budget.limit=many"], r"ConfigError: budget\.limit='many' has the wrong type: .*float"),
+        (["budget.limit=null"], r"ConfigError: budget\.limit=None has the wrong type"),
+        (["budget.limit=nan"], r"BudgetError: budget\.limit=nan is not a number of bits"),
+        (["budget.unit=bits"], r"budget\.unit='bits'.*element_bits, bits_per_element"),
+        (["search.name=klx"], r"FormatError: search\.name='klx'.*Did you mean 'kl'"),
+        (["search.family=mxfp6"], r"FormatError: search\.family='mxfp6'.*Allowed: mxfp8_mxfp4"),
+        (["search.steps=1.5"], r"ConfigError: search\.steps=1\.5 has the wrong type: expected int"),
+        (["search.steps=true"], r"ConfigError: search\.steps=True has the wrong type"),
+        (
+            ["search.exclude=[nothing]"],
+            r"search\.exclude: pattern 'nothing' matches none",
+        ),
+        (["search.exclude=['*']"], r"ModelError: nothing to search"),
+        (["search.fixed={*.nope: mxfp4}"], r"search\.fixed: pattern '\*\.nope' matches none"),
+        (["search.fixed={*.o_proj: mxfp5}"], r"search\.fixed='mxfp5'.*Did you mean"),
+        (["calibration.window=1"], r"ConfigError: calibration\.window=1 must be at least 2"),
+        (["calibration.window=4096"], r"DataError: window=4096 is longer than .* 2048 positions"),
+        (["evaluation.window=4096"], r"DataError: window=4096 is longer than .* 2048 positions"),
+        (["baselines=[best]"], r"FormatError: baselines='best'.*Allowed: bf16, uniform, kl"),
+        (["evaluation.operands=[A]"], r"evaluation\.operands='A'.*W\+A, W"),
+        (["model.dtype=float8"], r"model\.dtype='float8' is unknown.*bfloat16"),
+        (["model.tiny.layers=two"], r"model\.tiny\.layers='two' has the wrong type: expected int"),
+        (["+model.tiny.depth=2"], r"model\.tiny key='depth' is not allowed.*Allowed: .*layers"),
+        (["data=files"], r"DataError: data\.files=\[\] with data\.name='files'"),
+        (["run.device=gpu"], r"ConfigError: run\.device='gpu'.*Use auto, cpu or cuda"),
+        (["run.device=meta"], r"ConfigError: run\.device='meta' is not supported"),
+        (["run.threads=0"], r"ConfigError: run\.threads=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_weights_load(
+    arguments, words, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_rows, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    folder = tmp_path / "run"
+    code, _, err = run(search, *TINY, *arguments, f"run.folder={folder}")
+    assert code == 2 and "Traceback" not in err
+    assert re.search(words, err), err
+    assert not folder.exists()  # nothing is left in the way of the next try
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_without_a_device_is_refused(run, tmp_path):
+    code, _, err = run(search, *TINY, "run.device=cuda", f"run.folder={tmp_path / 'r'}")
+    assert code == 2 and "run.device=cuda: no CUDA device here. Use run.device=cpu" in err
+
+
+def test_text_shorter_than_a_window_is_refused_before_the_search(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(_rows, "search", lambda *_: pytest.fail("the search had begun"))
+    for part, words in (
+        ("calibration", "the text has 40 tokens, less than one window of 64"),
+        ("evaluation", "the evaluation text has 40 tokens, fewer than one window of 64"),
+    ):
+        code, _, err = run(
+            search, *TINY, "calibration.window=64", f"data.{part}.max_characters=40",
+            "baselines=[]", f"run.folder={tmp_path / part}",
+        )  # fmt: skip
+        assert code == 2 and f"DataError: {words}" in err
+
+
+def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "mine").mkdir(parents=True)
+    code, _, err = run(search, *SEARCH, f"run.folder={folder}")
+    assert code == 2 and "is not empty and holds no run of this project" in err
+    assert [p.name for p in folder.iterdir()] == ["mine"]
+    (folder / "config.yaml").write_text("search: {steps: 7}\n")
+    code, _, err = run(search, *SEARCH, f"run.folder={folder}")
+    assert code == 2 and "holds another run (its config.yaml differs)" in err
+    (folder / "config.yaml").write_bytes(b"\xff\xfe")
+    assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere"])
+def test_a_folder_without_the_right_to_write_is_refused(place, run, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, _, err = run(search, *SEARCH, f"run.folder={tmp_path / place}")
+    assert code == 2 and re.search(r"RunError: .*(cannot write|cannot be read).*folder", err), err
+    assert "Traceback" not in err
+
+
+def test_a_damaged_row_names_its_file(run, tmp_path):
+    folder = tmp_path / "run"
+    arguments = [*SEARCH, f"run.folder={folder}"]
+    assert run(search, *arguments)[0] == 0
+    (folder / "record.json").unlink()
+    row = folder / "rows" / "bf16-W+A.json"
+    whole = row.read_text()
+    row.write_text(whole[: len(whole) // 2])
+    code, _, err = run(search, *arguments)
+    assert code == 2 and "bf16-W+A.json is damaged" in err and "Delete it to measure again" in err
+    row.unlink()
+    assert run(search, *arguments)[0] == 0 and read_json(row)["label"] == "bf16"
+    (folder / "record.json").write_text("{")
+    code, _, err = run(search, *arguments)
+    assert code == 2 and "record.json" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("[]", r"ConfigError: assignments is empty: give paths .*mxfp4"),
+        ("[nowhere.json]", r"AssignmentError: assignment=nowhere\.json: cannot be read"),
+        ("[{damaged}]", r"AssignmentError: .*is no JSON file .*search again"),
+    ],
+)
+def test_evaluate_refuses_what_it_cannot_read_before_weights_load(
+    names, words, run, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    damaged = tmp_path / "damaged.json"
+    damaged.write_text('{"schema": "dmx.assign')
+    names = names.format(damaged=damaged)
+    code, _, err = run(evaluate, *TINY, f"assignments={names}", f"run.folder={tmp_path / 'r'}")
+    assert code == 2 and re.search(words, err), err
+
+
+def test_evaluate_refuses_an_assignment_for_another_model(run, tmp_path):
+    folder = tmp_path / "run"
+    assert run(search, *TINY, "search=random", "baselines=[]", f"run.folder={folder}")[0] == 0
+    path = folder / "assignment.json"
+    code, _, err = run(
+        evaluate,
+        *TINY,
+        "model.tiny.layers=1",
+        f"assignments=[{path}]",
+        f"run.folder={tmp_path / 'e'}",
+    )
+    assert code == 2 and "AssignmentError: the assignment is for another model" in err
+
+
+# ---------------------------------------------------------------- as a process of its own
+
+
+def start(module, *arguments, cwd):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("WORLD_SIZE", None)
+    return subprocess.Popen(
+        [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
+        cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "code", "words"),
+    [
+        ("search", ["budget.limit=3"], 2, "BudgetError: budget.limit=3 element_bits is below"),
+        ("search", ["search.stepz=3"], 1, "Could not override 'search.stepz'"),
+        (
+            "evaluate",
+            ["assignments=[mxfp5]"],
+            2,
+            "AssignmentError: assignment=mxfp5: cannot be read",
+        ),
+    ],
+)
+def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code, words, tmp_path):
+    process = start(module, *TINY, *arguments, "run.folder=r", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == code, err
+    assert words in " ".join(err.split()) and "Traceback" not in err and out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
+def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
+    arguments = [
+        *TINY, "search.steps=60", "search.raw_start=1.0", "search.evaluate_every=7",
+        "search.checkpoint_every=3", "calibration.batch_size=16", "calibration.window=64",
+        "baselines=[bf16]", "budget=bits_4p5",
+    ]  # fmt: skip
+    whole, died = tmp_path / "whole", tmp_path / "died"
+    assert run(search, *arguments, f"run.folder={whole}")[0] == 0
+
+    process = start("search", *arguments, f"run.folder={died}", cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while not (died / "history.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.002)
+    process.send_signal(stop)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), err
+    assert stop == signal.SIGKILL or "goes on from here" in " ".join(err.split())
+    assert not (died / "assignment.json").exists() and not (died / "record.json").exists()
+    done = len((died / "history.jsonl").read_text().splitlines())
+    assert 0 < done < 60
+
+    assert run(search, *arguments, f"run.folder={died}")[0] == 0
+    assert numbers(died) == numbers(whole)
+
+
+def _composed(name, overrides):
+    from hydra import compose, initialize_config_dir
+
+    from experiments._config import CONFIGS
+
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(name, overrides)
