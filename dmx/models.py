@@ -428,8 +428,8 @@ def _quiet_transformers() -> Iterator[None]:
 def _gguf_read_once() -> Iterator[None]:
     """Within it, transformers' GGUF loader parses a file once and makes its name map once.
 
-    It does the first three times and the second once a module, which was three quarters of the
-    time to load a 135M model. Both are pure functions of their arguments.
+    By itself it does the first several times and the second once a module: 17.1 s instead of
+    5.5 s for a 135M model on one core. Both are pure functions of their arguments.
     """
     if importlib.util.find_spec("gguf") is None:
         yield
