@@ -12,6 +12,7 @@ On CUDA the casts are the Triton kernels of `mor.kernels.triton_fp8`; these func
 reference.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +93,7 @@ def cast_and_measure(x: Tensor, largest: Tensor, format: str, metric: Metric) ->
     return result, error.reshape(1)
 
 
+@functools.cache
 def has_fp8_products(device: torch.device) -> bool:
     """Whether the device multiplies FP8 matrices (Hopper, Ada and newer)."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -43,8 +43,9 @@ def test_kernels_equal_the_reference_bit_for_bit(shape, kind, dtype):
             )
             assert_same_bits(cast.scales, expected.scales)
             assert_same_bits(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            # Terms are float32 in both; only the order of the float32 sum within a tile differs.
-            torch.testing.assert_close(error.cpu(), expected_error, rtol=1e-6, atol=0)
+            # A term is rounded at another place (1e-7 of x, where the mean is 0.02 or more), and
+            # the float32 sum within a tile has another order.
+            torch.testing.assert_close(error.cpu(), expected_error, rtol=1e-5, atol=2e-7)
             turned = fp8.cast(y, largest, name, transposed=True)
             assert_same_bits(
                 turned.codes.view(torch.uint8), expected.codes.t().contiguous().view(torch.uint8)
