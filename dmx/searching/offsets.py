@@ -66,7 +66,7 @@ class Bank:
     """What the layers of one search share: offsets, path parameters, and which mode is on.
 
     mode "full": unquantized. "soft": the continuous quantizer at `offsets`. "formats": the exact
-    quantizer of `formats[unit]`, None for an unquantized unit.
+    quantizer of `formats[unit]`, None for an unquantized unit. "units": so, but for fixed layers.
     """
 
     def __init__(self, n_units: int, family: Family, scale_rule: ScaleRule) -> None:
@@ -87,8 +87,9 @@ class Bank:
         self.mode = "full"
         self.offsets = self.parameters = ()
 
-    def set_formats(self, formats: list[BlockFormat | None]) -> None:
-        self.mode = "formats"
+    def set_formats(self, formats: list[BlockFormat | None], *, fixed: bool = True) -> None:
+        """fixed=False leaves the layers with a fixed format unquantized."""
+        self.mode = "formats" if fixed else "units"
         self.formats = formats
         self.offsets = self.parameters = ()
 
@@ -141,7 +142,7 @@ class SearchLinear(nn.Linear):
                 x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
             )
             return result
-        block_format = bank.formats[self.unit] if bank.mode == "formats" else None
+        block_format = bank.formats[self.unit] if bank.mode in ("formats", "units") else None
         if block_format is None:
             return F.linear(x, self.weight, self.bias)
         return F.linear(
@@ -158,7 +159,7 @@ class FixedLinear(nn.Linear):
     bank: Bank
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bank.mode == "full":
+        if self.bank.mode in ("full", "units"):
             return F.linear(x, self.weight, self.bias)
         rule = self.bank.scale_rule
         weight = ops.fake_quant(self.weight, self.block_format, scale_rule=rule)
