@@ -1,0 +1,140 @@
+"""Scores without gradient steps: the scan is what the naive one is, and rankings follow from it."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dmx
+from dmx.budget import Budget
+from dmx.numerics import kl_divergence
+from dmx.searching import SearchConfig, search_space
+from dmx.searching.offsets import searching_model
+from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
+
+WIDE = Budget(16.0)  # every layer high: only the preferences are of interest
+
+
+def batches(n=2, rows=2, length=24):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, 288, (rows, length), generator=generator) for _ in range(n)]
+
+
+def naive_kl(model, tokens, space, config):
+    """One unit low at a time and all else unquantized, whole passes, mean over batches."""
+    scores = np.zeros((len(space.units), len(space.formats) - 1))
+    family = config.format_family
+    with torch.no_grad(), searching_model(model, space, family, config.scale_rule) as bank:
+        for batch, u, c in itertools.product(tokens, *map(range, scores.shape)):
+            bank.set_full()
+            reference = model(input_ids=batch, use_cache=False).logits
+            alone = [None] * len(space.units)
+            alone[u] = space.formats[c]
+            bank.set_formats(alone, fixed=False)
+            logits = model(input_ids=batch, use_cache=False).logits
+            scores[u, c] += float(kl_divergence(reference, logits)) / len(tokens)
+    return scores
+
+
+def scan(model, config, tokens):
+    with pytest.warns(UserWarning, match=r"not below the dearest"):
+        return dmx.search(model, tokens, WIDE, config).preference
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "smollm2"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"family": "mxfp8_mxfp6_mxfp4"},
+        {"units": "layer"},
+        {"include_lm_head": True},
+        {"fixed": {"*.0.mlp.down_proj": "mxfp4"}, "scale_rule": "even"},
+    ],
+    ids=["three formats", "layer units", "with the head", "with a fixed layer"],
+)
+def test_the_scan_that_skips_the_prefix_gives_the_scores_of_the_naive_one(
+    options, architecture, make_tiny
+):
+    model, tokens = make_tiny(architecture, layers=3).model, batches()
+    config = SearchConfig(name="kl", **options)
+    expected = naive_kl(model, tokens, search_space(model, config), config)
+    found = scan(model, config, tokens)
+    # KLs of 1e-4 nats are differences of float32 logits: 1e-7 of rounding each.
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-8)
+    assert expected.max() > 1e-5
+
+
+def test_the_prefix_is_reused_where_that_is_exact(tiny_random):
+    model, tokens = tiny_random.model, batches()[0]
+    assert prefix_replay_is_exact(model, tokens[:1])
+    calls = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    config = SearchConfig(name="kl", exclude=["*.layers.0.*"])
+    scan(model, config, [tokens])
+    units = len(search_space(model, config).units)
+    assert 1 <= len(calls) < units  # the first block ran for the reference, not for every unit
+
+
+class Skipping(nn.Module):
+    """The first block's output also goes to the end, around the others."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, use_cache=False):
+        kept = []
+        handle = self.model.model.layers[0].register_forward_hook(
+            lambda _m, _i, out: kept.append(out)
+        )
+        try:
+            out = self.model(input_ids=input_ids, use_cache=use_cache)
+        finally:
+            handle.remove()
+        first = kept[0][0] if isinstance(kept[0], tuple) else kept[0]
+        out.logits = out.logits + self.model.lm_head(first.tanh())
+        return out
+
+
+def test_a_model_with_a_way_around_its_blocks_is_scanned_right(make_tiny):
+    model = Skipping(make_tiny("llama", layers=3).model)
+    config = SearchConfig(name="kl", exclude=["*lm_head"])
+    tokens = batches()
+    expected = naive_kl(model, tokens, search_space(model, config), config)
+    np.testing.assert_allclose(scan(model, config, tokens), expected, rtol=2e-3, atol=2e-8)
+
+
+def test_blocks_with_a_forward_of_their_own_keep_it(tiny_random):
+    model = tiny_random.model
+    block = model.model.layers[0]
+    plain = type(block).forward
+
+    def own(*args, **kwargs):
+        return plain(block, *args, **kwargs)
+
+    block.forward = own
+    scan(model, SearchConfig(name="kl"), batches())
+    assert block.__dict__["forward"] is own
+    assert "forward" not in model.model.layers[1].__dict__
+    assert PrefixReplay(model).block_of("model.layers.1.mlp.down_proj") == 1
+
+
+def test_random_choices_follow_the_seed(tiny_random):
+    def chosen(seed):
+        config = SearchConfig(name="random", seed=seed, units="layer")
+        return dmx.search(tiny_random.model, batches(), Budget(5.0), config).assignment.formats
+
+    assert chosen(1) == chosen(1)
+    assert len({tuple(chosen(seed).values()) for seed in range(6)}) > 3
+
+
+def test_another_budget_keeps_the_order(tiny_random):
+    model, tokens = tiny_random.model, batches()
+    raised = []
+    for limit in (4.3, 4.8, 5.3):
+        result = dmx.search(model, tokens, Budget(limit), SearchConfig(name="kl", units="layer"))
+        assert result.history == [] and result.raw_offsets is None
+        raised.append({k for k, f in result.assignment.formats.items() if f != "mxfp4"})
+    assert len(raised[0]) < len(raised[1]) < len(raised[2])

@@ -1,0 +1,98 @@
+"""Two processes with the global batch of one give the history of one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmx.errors import DataError
+from dmx.searching.processes import Processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The search of the test, run by every process; histories go into the folder of its argument.
+SCRIPT = """
+import json, sys, torch, dmx
+from dmx.models import ModelConfig, TinyConfig, load_model
+torch.set_num_threads(1)
+model = load_model(ModelConfig(id="tiny", dtype="float32", tiny=TinyConfig())).model
+generator = torch.Generator().manual_seed(0)
+batches = [torch.randint(0, 288, (4, 32), generator=generator) for _ in range(3)]
+for objective in ("cross_entropy", "kl"):
+    config = dmx.SearchConfig(
+        steps=12, raw_start=1.0, evaluate_every=4, checkpoint_every=5, objective=objective
+    )
+    folder = sys.argv[1] + "/" + objective
+    dmx.search(model, batches, dmx.Budget(5.0), config, folder=folder)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(folder, size):
+    """The script in `size` processes side by side, as torchrun starts them."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    port = str(free_port())
+    processes = []
+    for rank in range(size):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        env = common | {k: str(v) for k, v in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(folder)],
+                env=env if size > 1 else common, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    return processes
+
+
+def test_two_gloo_processes_give_the_history_of_one(tmp_path):
+    started = run(tmp_path / "one", 1) + run(tmp_path / "two", 2)
+    for process in started:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err[-2000:]
+    for objective in ("cross_entropy", "kl"):
+        rows = [
+            [json.loads(r) for r in (tmp_path / n / objective / "history.jsonl").open()]
+            for n in ("one", "two")
+        ]
+        assert len(rows[0]) == len(rows[1]) == 12
+        for one, two in zip(*rows, strict=True):
+            for key in set(one) - {"seconds"}:
+                # Products of half the rows and means of two halves round otherwise, at 1e-7; a
+                # value that this moves over a rounding edge of a format counts for 1e-5.
+                assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), (one["step"], key)
+        one, two = (
+            np.load(tmp_path / n / objective / "offsets.npz")["raw"] for n in ("one", "two")
+        )
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-4)
+        assert np.abs(np.diff(one, axis=0)).max() > 0.01  # something moved
+
+
+def test_one_process_needs_nothing_set_up():
+    processes = Processes(torch.device("cpu"))
+    batch = torch.arange(8).reshape(4, 2)
+    assert processes.is_main and torch.equal(processes.own_rows(batch), batch)
+    assert processes.mean(torch.tensor(3.0)) == 3
+
+
+def test_rows_that_cannot_be_shared_evenly_are_refused():
+    processes = Processes(torch.device("cpu"))
+    processes.size = 3
+    with pytest.raises(DataError, match=r"4 rows cannot be shared by 3 processes: choose a batch"):
+        processes.own_rows(torch.zeros(4, 2, dtype=torch.int64))
+    processes.size, processes.rank = 2, 1
+    assert processes.own_rows(torch.arange(8).reshape(4, 2)).tolist() == [[4, 5], [6, 7]]
+
