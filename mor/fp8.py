@@ -32,7 +32,10 @@ FP8_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Fp8:
-    """codes: (R, C) float8, contiguous. scales: (2,) float32, S and 1 / S; NaN if not finite."""
+    """codes: (R, C) float8, contiguous. scales: (2,) float32, 1 / S and S; NaN if not finite.
+
+    1 / S stands first: the matrix product reads it by its address, which is aligned there.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -40,7 +43,7 @@ class Fp8:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Values in `dtype`, divided in float32 as the definition says."""
-        return (self.codes.float() / self.scales[0]).to(dtype)
+        return (self.codes.float() / self.scales[1]).to(dtype)
 
 
 def amax(x: Tensor) -> Tensor:
@@ -56,12 +59,12 @@ def amax(x: Tensor) -> Tensor:
 
 
 def scales_of(largest: Tensor, format: str) -> Tensor:
-    """(2,) float32: S = Q / amax and 1 / S; 1 for a zero tensor, NaN for one that is not finite."""
+    """(2,) float32: 1 / S and S = Q / amax; 1 for a zero tensor, NaN for one that is not finite."""
     top = torch.full_like(largest, ELEMENTS[format].max_normal)
     scale = (top / largest).clamp(max=MAX_SCALE)
     scale = torch.where(largest == 0, 1.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return torch.cat((scale, 1.0 / scale))
+    return torch.cat((scale.reciprocal(), scale))
 
 
 def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool = False) -> Fp8:
@@ -76,7 +79,7 @@ def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool = False) -
 
         return Fp8(*triton_fp8.cast(x, largest, format, transposed=transposed), format)
     scales = scales_of(largest, format)
-    codes = (x.float() * scales[0]).to(FLOAT8[format])
+    codes = (x.float() * scales[1]).to(FLOAT8[format])
     return Fp8(codes.t().contiguous() if transposed else codes.contiguous(), scales, format)
 
 
@@ -117,8 +120,8 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
     return torch._scaled_mm(
         a.codes,
         b.codes.t(),
-        scale_a=a.scales[1],
-        scale_b=b.scales[1],
+        scale_a=a.scales[0],
+        scale_b=b.scales[0],
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
@@ -127,7 +130,7 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
 def emulated_product(a: Fp8, b: Fp8, dtype: torch.dtype) -> Tensor:
     """The same product with float32 accumulation; codes are exact in BF16."""
     exact = wide_product(a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16))
-    return (exact * (a.scales[1] * b.scales[1])).to(dtype)
+    return (exact * (a.scales[0] * b.scales[0])).to(dtype)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

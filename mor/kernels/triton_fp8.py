@@ -57,8 +57,8 @@ def _cast_kernel(
     scale = _scale(amax, TOP, MAX_SCALE)
     inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     if (tile_row == 0) & (tile_column == 0):
-        tl.store(scales_ptr, scale)
-        tl.store(scales_ptr + 1, inverse)
+        tl.store(scales_ptr, inverse)
+        tl.store(scales_ptr + 1, scale)
     row = (tile_row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
