@@ -6,8 +6,8 @@ else the environment variable DMX_BACKEND, else `auto`. It is said once through 
 backend that was asked for and is missing is an error. None of these functions is differentiable;
 `dmx.continuous_fake_quant` and `dmx.fake_quant` put autograd around them.
 
-The one difference to the reference: the offset's gradient is summed in another order (float32
-within a block or program, then wider), so it differs by float32 rounding.
+Where sums run in another order than in the reference, results differ by float32 rounding: the
+offset's gradient, and losses of rows with their gradients.
 """
 
 import importlib.util
@@ -111,6 +111,12 @@ def _triton_continuous() -> ModuleType:
     from dmx.kernels import triton_continuous
 
     return triton_continuous
+
+
+def _triton_loss() -> ModuleType:
+    from dmx.kernels import triton_loss
+
+    return triton_loss
 
 
 def _checked(
@@ -231,3 +237,51 @@ def continuous_fake_quant_backward(
         return kernels.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
     grad_x, grad_offset = numerics.continuous_fake_quant_backward(grad, x, parameters)
     return (grad_x if needs_grad_x else None), grad_offset
+
+
+def _check_rows(logits: Tensor, gradient: Tensor | None) -> None:
+    check_input(logits)
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be (rows, vocab), got {tuple(logits.shape)}")
+    check_out(logits, gradient)
+    if gradient is not None and not gradient.is_contiguous():
+        raise ValueError("gradient must be contiguous")
+
+
+@torch.no_grad()
+def cross_entropy_rows(
+    logits: Tensor, targets: Tensor, *, gradient: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """Loss of each row and its gradient; see `dmx.numerics.cross_entropy_rows`."""
+    _check_rows(logits, gradient)
+    if targets.shape != logits.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets must be ({logits.shape[0]},) int64, got {tuple(targets.shape)} "
+            f"{targets.dtype}"
+        )
+    if choose_backend(logits.device) == "triton":
+        return _triton_loss().cross_entropy_rows(logits, targets, gradient, scale)
+    return numerics.cross_entropy_rows(logits, targets, gradient=gradient, scale=scale)
+
+
+@torch.no_grad()
+def kl_rows(
+    reference: Tensor,
+    logits: Tensor,
+    *,
+    gradient: Tensor | None = None,
+    scale: float = 1.0,
+    normalized: bool = False,
+) -> Tensor:
+    """KL(reference, model) of each row and its gradient; see `dmx.numerics.kl_rows`."""
+    _check_rows(logits, gradient)
+    if reference.shape != logits.shape:
+        raise ValueError(
+            f"reference must be {tuple(logits.shape)} as logits, got {tuple(reference.shape)}"
+        )
+    if choose_backend(logits.device) == "triton":
+        # The kernel normalizes as it goes, at no cost; log probabilities are logits, too.
+        return _triton_loss().kl_rows(reference, logits, gradient, scale)
+    return numerics.kl_rows(
+        reference, logits, gradient=gradient, scale=scale, normalized=normalized
+    )

@@ -7,7 +7,14 @@ from dmx.numerics.continuous import (
     continuous_fake_quant_backward,
     path_parameters,
 )
-from dmx.numerics.errors import kl_divergence, relative_error, sqnr_db, token_kl_divergence
+from dmx.numerics.errors import (
+    cross_entropy_rows,
+    kl_divergence,
+    kl_rows,
+    relative_error,
+    sqnr_db,
+    token_kl_divergence,
+)
 from dmx.numerics.mx import MXTensor, fake_quant, quantize
 from dmx.numerics.rounding import codes_to_element, element_to_codes, round_to_element
 from dmx.numerics.scaling import amax_to_scale_exponent
@@ -20,9 +27,11 @@ __all__ = [
     "continuous_derivatives",
     "continuous_fake_quant",
     "continuous_fake_quant_backward",
+    "cross_entropy_rows",
     "element_to_codes",
     "fake_quant",
     "kl_divergence",
+    "kl_rows",
     "path_parameters",
     "quantize",
     "relative_error",

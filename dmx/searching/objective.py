@@ -5,8 +5,8 @@
     hinge           slope * max(0, soft average - target)
     scaling         lambda * soft average
 
-The task loss and its gradient by the logits are computed together, some rows at a time, in
-float32: a vocabulary of 50,000 makes float32 copies of the logits the peak of a step's memory.
+The task loss and its gradient by the logits are computed together, in float32 but without float32
+copies of all logits, which at a vocabulary of 50,000 would be the peak of a step's memory.
 
 Source: dMX, arXiv 2606.04115 (cross entropy with either penalty).
 """
@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmx.kernels import ops
 from dmx.searching.config import SearchConfig
-
-CHUNK_ELEMENTS = 1 << 26
-"""Logits handled at once; 256 MiB of float32."""
 
 
 def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -40,29 +38,16 @@ class _RowLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor | None, reference: Tensor | None, count: int
     ) -> Tensor:
-        total = logits.new_zeros((), dtype=torch.float32)
-        gradient = torch.empty_like(logits) if ctx.needs_input_grad[0] else None
-        rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-        for start in range(0, logits.shape[0], rows):
-            part = slice(start, start + rows)
-            log_p = torch.log_softmax(logits[part].float(), -1)
-            if reference is not None:
-                log_q = torch.log_softmax(reference[part].float(), -1)
-                q = log_q.exp()
-                total += (q * log_q.sub_(log_p)).sum()
-                if gradient is not None:
-                    gradient[part] = log_p.exp_().sub_(q).div_(count)
-                continue
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if reference is not None:
+            losses = ops.kl_rows(reference, logits, gradient=gradient, scale=1 / count)
+        else:
             assert targets is not None
-            counted = targets[part, None] >= 0
-            index = targets[part, None].clamp(min=0)
-            total -= torch.where(counted, log_p.gather(-1, index), 0.0).sum()
-            if gradient is not None:
-                p = log_p.exp_()
-                p.scatter_add_(-1, index, torch.full_like(index, -1, dtype=torch.float32))
-                gradient[part] = torch.where(counted, p.div_(count), 0.0)
+            losses = ops.cross_entropy_rows(logits, targets, gradient=gradient, scale=1 / count)
         ctx.save_for_backward(gradient)
-        return total / count
+        return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
@@ -90,20 +75,24 @@ def kl_loss(logits: Tensor, reference: Tensor) -> Tensor:
     return loss
 
 
-def kl_sum(log_q: Tensor, logits: Tensor) -> Tensor:
-    """Sum over rows of KL(reference, model), without gradient; 0-d float64, nats.
+class Divergence:
+    """Sums over rows of KL(reference, model) to one reference, without gradient.
 
     Args:
-        log_q: (rows, vocab) float32 log probabilities of the reference.
-        logits: (rows, vocab) of the model.
+        reference: (..., vocab) logits of the full-precision model.
     """
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    for start in range(0, logits.shape[0], rows):
-        part = slice(start, start + rows)
-        log_p = torch.log_softmax(logits[part], -1, dtype=torch.float32)
-        total += (log_q[part].exp() * (log_q[part] - log_p)).sum(dtype=torch.float64)
-    return total
+
+    def __init__(self, reference: Tensor) -> None:
+        rows = reference.flatten(0, -2)
+        self.normalized = ops.choose_backend(rows.device) != "triton"
+        if self.normalized:  # once, and not again for every model
+            rows = torch.log_softmax(rows, -1, dtype=torch.float32)
+        self.rows = rows
+
+    def sum(self, logits: Tensor) -> Tensor:
+        """0-d float64, nats; `logits` like the reference."""
+        rows = ops.kl_rows(self.rows, logits.flatten(0, -2), normalized=self.normalized)
+        return rows.sum(dtype=torch.float64)
 
 
 def task_loss(objective: str, logits: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:

@@ -1,0 +1,96 @@
+"""Losses of rows: values and gradients, on every backend."""
+
+import pytest
+import torch
+
+from dmx import numerics
+from dmx.kernels import ops
+from tests.kernels.test_kernels import DEVICES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ON_ALL = [pytest.param("cpu"), DEVICES[1]]
+
+
+def rows(dtype, vocab=5003, n=7):
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(n, vocab, generator=generator) * 6
+    logits = reference + 0.3 * torch.randn(n, vocab, generator=generator)
+    logits[3] -= 40.0  # the same distribution far away
+    logits[4, :9] = reference[4, :9] = -torch.inf  # tokens that the model never predicts
+    reference[5, 11] = -torch.inf
+    targets = torch.randint(9, vocab, (n,), generator=generator)
+    targets[2] = -1
+    return reference.to(dtype), logits.to(dtype), targets
+
+
+def by_hand(reference, logits, targets, scale):
+    """Both losses in float64, with their gradients by autograd."""
+    p = logits.double().requires_grad_()
+    log_p, log_q = p.log_softmax(-1), reference.double().log_softmax(-1)
+    q = log_q.exp()
+    kl = torch.where(q > 0, q * (log_q - log_p), 0.0).sum(-1)
+    picked = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    ce = torch.where(targets >= 0, -picked, 0.0)
+    gradients = [
+        torch.autograd.grad(scale * torch.where(loss.isfinite(), loss, 0.0).sum(), p, retain_graph=True)[0]
+        for loss in (kl, ce)
+    ]  # fmt: skip
+    # -inf logits on both sides: autograd sees inf - inf where the answer is 0
+    return kl.detach(), ce.detach(), [g.nan_to_num(0.0) for g in gradients]
+
+
+@pytest.mark.parametrize("device", ON_ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_losses_and_gradients_are_those_of_float64(dtype, device):
+    reference, logits, targets = rows(dtype)
+    scale = 0.37
+    kl, ce, (kl_gradient, ce_gradient) = by_hand(reference, logits, targets, scale)
+    reference, logits, targets = (x.to(device) for x in (reference, logits, targets))
+    own = torch.full_like(logits, 7.0)
+    eps = torch.finfo(dtype).eps
+    rounding = {"rtol": max(eps, 1e-4), "atol": scale * 4 * eps}
+    found = ops.kl_rows(reference, logits, gradient=own, scale=scale)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.cpu().double(), kl, rtol=1e-4, atol=5e-6)
+    torch.testing.assert_close(own.cpu().double(), kl_gradient, **rounding)
+    own.fill_(7.0)
+    found = ops.cross_entropy_rows(logits, targets, gradient=own, scale=scale)
+    torch.testing.assert_close(found.cpu().double(), ce, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(own.cpu().double(), ce_gradient, **rounding)
+    assert found[2] == 0 and not own[2].any()
+
+
+@pytest.mark.parametrize("device", ON_ALL)
+def test_log_probabilities_serve_as_a_reference_and_rows_may_be_many(device, monkeypatch):
+    reference, logits, targets = (x.to(device) for x in rows(torch.float32))
+    expected = ops.kl_rows(reference, logits)
+    log_q = reference.log_softmax(-1)
+    close = {"rtol": 1e-4, "atol": 5e-6}
+    torch.testing.assert_close(ops.kl_rows(log_q, logits, normalized=True), expected, **close)
+    entropies = ops.cross_entropy_rows(logits, targets)
+    monkeypatch.setattr(numerics.errors, "CHUNK_ELEMENTS", 2 * logits.shape[1])
+    assert torch.equal(ops.kl_rows(reference, logits), expected)
+    assert torch.equal(ops.cross_entropy_rows(logits, targets), entropies)
+
+
+@pytest.mark.parametrize("device", ON_ALL)
+def test_equal_rows_have_no_divergence_and_nan_stays_in_its_row(device):
+    reference, logits, targets = (x.to(device) for x in rows(torch.float32))
+    assert ops.kl_rows(logits, logits).abs().max() < 1e-6
+    logits[6, 100] = torch.nan
+    for losses in (ops.kl_rows(reference, logits), ops.cross_entropy_rows(logits, targets)):
+        assert losses[6].isnan() and losses[[0, 1, 2, 3, 4]].isfinite().all()
+
+
+def test_wrong_rows_are_named():
+    logits, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"logits must be \(rows, vocab\), got \(3, 8, 1\)"):
+        ops.kl_rows(logits[..., None], logits[..., None])
+    with pytest.raises(ValueError, match=r"reference must be \(3, 8\).*got \(2, 8\)"):
+        ops.kl_rows(logits[:2], logits)
+    with pytest.raises(ValueError, match=r"targets must be \(3,\) int64, got \(3,\) torch.int32"):
+        ops.cross_entropy_rows(logits, targets.int())
+    with pytest.raises(ValueError, match="gradient must be contiguous"):
+        ops.kl_rows(logits, logits, gradient=torch.zeros(8, 3).t())
+    with pytest.raises(TypeError, match="float64"):
+        ops.cross_entropy_rows(logits.double(), targets)
