@@ -75,7 +75,7 @@ class DifferentiableSearch:
         self.soft_constant, self.bits_per_offset = low, self.family.slope
         self.step = 0
         self.history: list[dict[str, Any]] = []
-        self.raw_rows = [self.raw.detach().cpu().numpy().copy()]
+        self.raw_rows = [self.raw.detach().cpu().numpy().copy()]  # the last one is that of now
         self.warnings: list[str] = []
         self._complained: set[str] = set()
         self.uses_graph = self._decide_on_graph()
@@ -87,10 +87,10 @@ class DifferentiableSearch:
         return self.soft_constant + self.bits_per_offset * (self.weights * offsets).sum()
 
     def hard_choice(self) -> np.ndarray:
-        return harden(self.raw.detach().cpu().numpy(), self.family)
+        return harden(self.raw_rows[-1], self.family)
 
     def preference(self) -> np.ndarray:
-        return preference(self.raw.detach().cpu().numpy().astype(np.float64), self.family)
+        return preference(self.raw_rows[-1].astype(np.float64), self.family)
 
     def projected_choice(self) -> np.ndarray:
         return project(self.space, self.budget, self.hard_choice(), self.preference())
@@ -165,10 +165,9 @@ class DifferentiableSearch:
             raise SearchConfigError(f"search.cuda_graph=on: {obstacle}. Use search.cuda_graph=off.")
         return asked != "off" and not obstacle
 
-    def _heal(self, gradient: Tensor) -> Tensor:
-        """Zero for what is not finite; says which unit it was, once for each."""
-        bad = ~gradient.isfinite()
-        for index in bad.nonzero().flatten().tolist():
+    def _complain(self, is_bad: np.ndarray) -> None:
+        """Says which units' gradients were not finite and taken as zero, once for each."""
+        for index in is_bad.nonzero()[0]:
             name = self.space.units[index].name
             if name not in self._complained:
                 self._complained.add(name)
@@ -176,7 +175,6 @@ class DifferentiableSearch:
                     f"step {self.step}: the gradient of the offset of {name} is not finite; it is "
                     "taken as zero. Look for Inf or NaN in this layer's inputs or weights."
                 )
-        return gradient.masked_fill(bad, 0.0)
 
     def _warn(self, message: str) -> None:
         self.warnings.append(message)
@@ -189,19 +187,23 @@ class DifferentiableSearch:
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
         tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
-        gradient, parts = stepper(tokens, torch.tensor(temperature, device=self.device))
+        gradient, parts = stepper(tokens, torch.full((), temperature, device=self.device))
         gradient = self.processes.mean(gradient)
-        parts = torch.cat([self.processes.mean(parts), gradient.norm()[None]])
-        numbers = parts.tolist()
-        if not np.isfinite(numbers[3]):
-            gradient = self._heal(gradient)
-        self.raw.grad = gradient
+        parts = self.processes.mean(parts)
+        bad = ~gradient.isfinite()
+        norm = gradient.norm()
+        self.raw.grad = gradient.masked_fill(bad, 0.0)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         with torch.no_grad():
             self.raw.clamp_(0.0, 2.0)
-        self.raw_rows.append(self.raw.detach().cpu().numpy().copy())
+        # Everything that the host needs comes over at once: one wait for the device a step.
+        fetched = torch.cat([self.raw.detach(), bad.float(), parts, norm[None]]).cpu().numpy()
+        raw, is_bad, numbers = np.split(fetched, [len(self.raw), 2 * len(self.raw)])
+        self.raw_rows.append(raw.copy())
+        self._complain(is_bad)
+        numbers = numbers.tolist()
         hard, projected = self.hard_choice(), self.projected_choice()
         row: dict[str, Any] = {
             "step": self.step, "temperature": temperature, "lr": lr,

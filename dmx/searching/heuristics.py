@@ -15,6 +15,8 @@ together (weight_mse knows no inputs). With three candidates a step needs the on
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from dmx.formats import BlockFormat
 from dmx.kernels import ops
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig
-from dmx.searching.objective import cross_entropy, kl_sum, model_logits
+from dmx.searching.graph import is_purely_causal, maskless_attention
+from dmx.searching.objective import Divergence, cross_entropy, model_logits
 from dmx.searching.offsets import Bank, SearchLinear, searching_model
 from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.searching.scores import ScoreFile, code_version
@@ -188,6 +191,7 @@ class Scan:
             progress(
                 "kl scan", n_batches * n_units * len(formats), done=done * n_units * len(formats)
             ) as advance,
+            self._quick_attention(),
         ):
             bank.set_full()
             replay = PrefixReplay(self.model)
@@ -197,19 +201,28 @@ class Scan:
                 tokens = self.batches[index].to(self.device)
                 bank.set_full()
                 reference = replay.reference(tokens) if reuse else model_logits(self.model, tokens)
-                log_q = torch.log_softmax(reference.flatten(0, 1).float(), -1)
+                divergence = Divergence(reference)
                 batch_sums = torch.zeros(
                     n_units, len(formats), dtype=torch.float64, device=self.device
                 )
                 for block, units in groups:
                     jobs = [(u, f) for u in units for f in range(len(formats))]
                     for part in _split(jobs, self._stack_size(reference)):
-                        self._disturb(bank, replay, tokens, block, part, formats, log_q, batch_sums)
+                        self._disturb(
+                            bank, replay, tokens, block, part, formats, divergence, batch_sums
+                        )
                         for _ in part:
                             advance("")
                 sums += batch_sums.cpu().numpy() / (tokens.numel() * n_batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
+
+    def _quick_attention(self) -> AbstractContextManager[None]:
+        """On a GPU, building a mask waits for the device in every pass; causal models need none."""
+        length = self.batches[0].shape[1]
+        if self.device.type == "cuda" and is_purely_causal(self.model, length):
+            return maskless_attention(self.model)
+        return nullcontext()
 
     def _groups(self, replay: PrefixReplay | None) -> list[tuple[int, list[int]]]:
         """(block, units in it); block -1: no reuse."""
@@ -226,28 +239,28 @@ class Scan:
 
     def _disturb(
         self, bank: Bank, replay: PrefixReplay, tokens: Tensor, block: int,
-        jobs: list[tuple[int, int]], formats: list[BlockFormat], log_q: Tensor, sums: Tensor,
+        jobs: list[tuple[int, int]], formats: list[BlockFormat], divergence: Divergence, sums: Tensor,
     ) -> None:  # fmt: skip
         """Adds the summed KL of each (unit, format) of one block to sums[unit, format]."""
 
         def disturbed(job: tuple[int, int]) -> None:
             alone: list[BlockFormat | None] = [None] * len(self.space.units)
             alone[job[0]] = formats[job[1]]
-            bank.set_formats(alone)
+            bank.set_formats(alone, fixed=False)
 
         if block < 0:
             for job in jobs:
                 disturbed(job)
-                sums[job] += kl_sum(log_q, model_logits(self.model, tokens).flatten(0, 1))
+                sums[job] += divergence.sum(model_logits(self.model, tokens))
             return
         outputs = []
         for job in jobs:
             disturbed(job)
-            outputs.append(replay.block_output(tokens, block))
+            outputs.append(replay.block_output(block))
         bank.set_full()
         logits = replay.logits_after(tokens, block, outputs)
         for job, own in zip(jobs, logits.chunk(len(jobs)), strict=True):
-            sums[job] += kl_sum(log_q, own.flatten(0, 1))
+            sums[job] += divergence.sum(own)
 
     # fisher: parts are batches -----------------------------------------------------------------
 
@@ -353,7 +366,10 @@ def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:
 
 
 def _split(jobs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+    """Parts of nearly equal length, none longer than `size`."""
+    n_parts = -(-len(jobs) // size)
+    bounds = [len(jobs) * i // n_parts for i in range(n_parts + 1)]
+    return [jobs[a:b] for a, b in pairwise(bounds)]
 
 
 # --- choosing ----------------------------------------------------------------------------------

@@ -19,10 +19,6 @@ def decoder_blocks(model: nn.Module) -> nn.ModuleList | None:
     return max(lists, key=len) if lists else None
 
 
-class _Stop(Exception):
-    """Ends a forward pass after the block that was asked for."""
-
-
 class PrefixReplay:
     """Passes over one batch that take the undisturbed prefix from a reference pass.
 
@@ -34,6 +30,7 @@ class PrefixReplay:
         self.model = model
         self.blocks = decoder_blocks(model)
         self._outputs: list[Any] = []
+        self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def block_of(self, layer_name: str) -> int:
         """Index of the block that holds a layer; -1 for layers outside the blocks."""
@@ -44,36 +41,29 @@ class PrefixReplay:
         return -1
 
     def reference(self, tokens: Tensor) -> Tensor:
-        """Logits of a full pass; keeps the output of every block."""
-        self._outputs = []
-        handles = [
-            block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out))
-            for block in self.blocks or []
-        ]
+        """Logits of a full pass; keeps the arguments and the output of every block."""
+        self._arguments, self._outputs = [], []
+        handles = []
+        for block in self.blocks or []:
+            handles += [
+                block.register_forward_pre_hook(
+                    lambda _m, args, kwargs: self._arguments.append((args, kwargs)),
+                    with_kwargs=True,
+                ),
+                block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out)),
+            ]
         try:
             return model_logits(self.model, tokens)
         finally:
             for handle in handles:
                 handle.remove()
 
-    def block_output(self, tokens: Tensor, block: int) -> Tensor:
-        """Output of one block as the model now is, fed with the reference pass's input to it."""
+    def block_output(self, block: int) -> Tensor:
+        """Output of one block as the model now is, given what it got in the reference pass."""
         assert self.blocks is not None
-        found: list[Any] = []
-
-        def stop(_module: nn.Module, _inputs: Any, out: Any) -> None:
-            found.append(out)
-            raise _Stop
-
-        handle = self.blocks[block].register_forward_hook(stop)
-        try:
-            with self._given(block - 1, self._outputs[block - 1] if block else None):
-                model_logits(self.model, tokens)
-        except _Stop:
-            pass
-        finally:
-            handle.remove()
-        return found[0]
+        args, kwargs = self._arguments[block]
+        output: Tensor = self.blocks[block](*args, **kwargs)
+        return output
 
     def logits_after(self, tokens: Tensor, block: int, outputs: list[Tensor]) -> Tensor:
         """Logits (len(outputs) * batch, length, vocab) given several outputs of one block."""
@@ -108,5 +98,5 @@ def prefix_replay_is_exact(model: nn.Module, tokens: Tensor) -> bool:
     if not all(isinstance(out, Tensor) for out in replay._outputs):
         return False
     middle = len(replay.blocks) // 2
-    output = replay.block_output(tokens, middle)
+    output = replay.block_output(middle)
     return torch.equal(full, replay.logits_after(tokens, middle, [output]))
