@@ -1,0 +1,128 @@
+"""Imports point one way: parsed from the source, imports inside functions included."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lower may not know higher. A package's own modules may import each other, without cycles.
+RANKS = {
+    "dmx.errors": 0,
+    "dmx.formats": 1,
+    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.targets": 1,
+    "dmx.numerics": 2,
+    "dmx.kernels": 3,
+    "dmx.quantizers": 4,
+    "dmx.data": 5, "dmx.searchable": 5, "dmx.tiny_models": 6, "dmx.models": 7,
+    "dmx.budget": 8, "dmx.assignment": 9, "dmx.layers": 10,
+    "dmx.searching": 11,
+    "dmx.evaluate": 12,
+    "dmx.exporting": 13,
+}  # fmt: skip
+ALONE = {"dmx.models", "dmx.data", "dmx.searchable", "dmx.tiny_models", "dmx.hub"}
+"""Models and data import nothing from the path from formats to exporting."""
+
+
+def modules(package):
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name, path, known):
+    """Modules that a file imports, anywhere in it; `from a import b` is a.b where that is one."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *([base] if base else [])])
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield whole if whole in known else base
+
+
+KNOWN = modules("dmx") | modules("mor") | modules("experiments")
+GRAPH = {name: set(imports(name, path, KNOWN)) for name, path in KNOWN.items()}
+
+
+def part(module):
+    return ".".join(module.split(".")[:2])
+
+
+def test_the_parser_sees_imports_inside_functions_and_relative_ones(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text("def f():\n    from ..a import b\n    import hydra.core\nfrom . import c\n")
+    found = set(imports("dmx.x.module", path, {"dmx.a.b", "dmx.x.c"}))
+    assert found == {"dmx.a.b", "hydra.core", "dmx.x.c"}
+
+
+def test_every_part_of_dmx_has_its_place():
+    parts = {part(name) for name in GRAPH if name.startswith("dmx.")}
+    assert parts <= set(RANKS), f"give {parts - set(RANKS)} a place in RANKS"
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if n.startswith("dmx.")])
+def test_dmx_imports_from_its_left_only(name):
+    for target in GRAPH[name]:
+        assert target != "dmx", f"{name} imports the package that imports it"
+        if target.startswith("dmx.") and part(target) != part(name):
+            assert RANKS[part(target)] < RANKS[part(name)], f"{name} imports {target}"
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if part(n) in ALONE])
+def test_models_and_data_import_nothing_from_the_path(name):
+    path = {p for p, rank in RANKS.items() if rank >= 2} - ALONE
+    assert not {t for t in GRAPH[name] if part(t) in path}
+
+
+def test_dmx_knows_neither_mor_nor_the_entry_points_nor_hydra():
+    foreign = {"mor", "experiments", "hydra", "omegaconf", "tests"}
+    for name, targets in GRAPH.items():
+        if name.startswith("dmx"):
+            assert not {t for t in targets if t.split(".")[0] in foreign}, name
+
+
+def test_mor_takes_dmx_through_its_base_alone():
+    for name, targets in GRAPH.items():
+        if name.split(".")[0] == "mor":
+            roots = {t.split(".")[0] for t in targets}
+            assert not roots & {"experiments", "hydra", "omegaconf"}, name
+            assert name == "mor._base" or "dmx" not in roots, name
+
+
+def test_only_the_entry_points_know_hydra_and_nobody_knows_them():
+    for name, targets in GRAPH.items():
+        if not name.startswith("experiments"):
+            assert not {t for t in targets if t.split(".")[0] in ("hydra", "experiments")}, name
+
+
+def test_no_imports_go_in_a_circle():
+    graph = {n: {t for t in ts if t in KNOWN and t != n} for n, ts in GRAPH.items()}
+    done, path = set(), []
+
+    def visit(name):
+        if name in path:
+            pytest.fail(" -> ".join([*path[path.index(name) :], name]))
+        if name not in done:
+            path.append(name)
+            for target in sorted(graph[name]):
+                visit(target)
+            done.add(path.pop())
+
+    for name in graph:
+        visit(name)
+
+
+def test_no_function_of_the_package_hides_a_module_of_the_same_name():
+    import dmx
+
+    for name in dmx.__all__:
+        assert f"dmx.{name}" not in KNOWN, f"import dmx.{name} would find the function"
