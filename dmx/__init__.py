@@ -3,6 +3,7 @@
 from dmx.assignment import Assignment
 from dmx.budget import Budget
 from dmx.evaluate.divergence import kl_divergence
+from dmx.evaluate.harness import zero_shot
 from dmx.evaluate.perplexity import perplexity
 from dmx.kernels.ops import quantize
 from dmx.layers import apply, restore
@@ -24,4 +25,5 @@ __all__ = [
     "quantize",
     "restore",
     "search",
+    "zero_shot",
 ]

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmx.budget import Budget
 from dmx.data import DataConfig, DataPair
 from dmx.errors import DmxError
+from dmx.evaluate.harness import TASKS, check_settings
 from dmx.formats import MX_FORMATS, BitUnit, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
@@ -72,6 +73,33 @@ class EvaluationConfig:
             _at_least("evaluation.max_windows", self.max_windows, 1)
         for name in self.operands:
             check_choice(name, OPERANDS, "evaluation.operands")
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """What is measured on every row."""
+
+    perplexity: bool = True
+    """On the evaluation text."""
+    zero_shot: bool = False
+    """Accuracy on `tasks`, through lm-eval."""
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    """lm-eval's names of multiple-choice tasks."""
+    limit: int | None = None
+    """Keep the first so many items of each task; null = all."""
+    batch_size: int | str = "auto"
+    """Requests at once; auto = as many as fit."""
+    cache_folder: str | None = None
+    """Where results are kept under a hash of what they depend on; null = zero_shot in the run
+    folder. Runs that share a folder share results."""
+
+    def __post_init__(self) -> None:
+        if not (self.perplexity or self.zero_shot):
+            raise ConfigError(
+                "eval.perplexity=false and eval.zero_shot=false measure nothing; set one of them"
+            )
+        if self.zero_shot:
+            check_settings(self.tasks, self.limit, self.batch_size)
 
 
 @dataclass(kw_only=True)
@@ -171,6 +199,7 @@ class EvaluateRun:
     model: ModelConfig
     data: DataPair
     evaluation: EvaluationConfig
+    eval: EvalConfig
     assignments: list[str]
     """Paths of assignment.json files; or names of MX formats for uniform ones; or bf16."""
     run: RunConfig
@@ -276,7 +305,8 @@ def register() -> None:
     }
     search = {"search": _defaults(SearchConfig), "budget": _defaults(Budget)}
     store = ConfigStore.instance()
-    store.store(name="_evaluate", node=schema, package="_global_")
+    measured = {"eval": _defaults(EvalConfig)}
+    store.store(name="_evaluate", node=schema | measured, package="_global_")
     store.store(name="_search", node=schema | search, package="_global_")
     compare = {"search": _defaults(SearchConfig)}
     store.store(name="_compare", node=schema | compare, package="_global_")

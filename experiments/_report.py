@@ -25,14 +25,19 @@ from dmx.errors import RunError
 from dmx.targets import TARGETS, obstacles
 from experiments import _plots
 from experiments._results import (
+    Accuracy,
     Difference,
     Group,
     Statistic,
+    accuracy,
+    best_other,
     bits_unit,
     difference_to,
     group_rows,
+    item_difference,
     spread_text,
     verdicts,
+    zero_shot_tasks,
 )
 
 Record = Mapping[str, Any]
@@ -432,9 +437,7 @@ def _table(head: Html, body: Iterable[Html], cls: str | None = None) -> Html:
 
 
 def _zero_shot_table(groups: Sequence[Group]) -> Html | None:
-    tasks = dict.fromkeys(
-        task for g in groups for row in g.rows for task in row.get("zero_shot") or {}
-    )
+    tasks = zero_shot_tasks(groups)
     if not tasks:
         return None
     head = el(
@@ -446,26 +449,101 @@ def _zero_shot_table(groups: Sequence[Group]) -> Html | None:
     for group in groups:
         cells = [el("th", group.title, scope="row")]
         for task in tasks:
-            found = [
-                row["zero_shot"][task]
-                for row in group.rows
-                if (row.get("zero_shot") or {}).get(task)
-            ]
-            if not found:
-                why = group.statistic("zero_shot").reason or "task not evaluated"
-                cells.append(el("td", "–", cls="num", title=why))
-                continue
-            value = float(np.mean([f["value"] for f in found]))
-            # Seeds see the same items, so averaging over them does not shrink the standard error.
-            stderr = float(np.mean([f["stderr"] or 0.0 for f in found]))
-            label = f"{found[0]['metric']}, {found[0]['count']} items, {len(found)} seed(s)"
-            cells.append(
-                el("td", f"{100 * value:.1f} ± {100 * stderr:.1f}", cls="num", title=label)
+            found = accuracy(group, task)
+            title = (
+                f"{found.metric}, {found.count} items, {found.seeds} seed(s)"
+                if found
+                else group.statistic("zero_shot").reason or "task not evaluated"
             )
+            cells.append(el("td", _accuracy_text(found), cls="num", title=title))
         body.append(el("tr", cells))
-    return el(
-        "div", _table(head, body), el("p", "Percent right ± standard error over items.", cls="note")
+    sources = dict.fromkeys(
+        f"{task}: {found.metric}, {found.count} items, {found.source}"
+        for task in tasks
+        for group in groups
+        if (found := accuracy(group, task))
     )
+    return el(
+        "div",
+        _table(head, body),
+        el("p", "Percent right ± standard error over items.", cls="note"),
+        el("ul", (el("li", text) for text in sources), cls="note"),
+        _item_differences(groups, tasks),
+    )
+
+
+def _accuracy_text(found: Accuracy | None) -> str:
+    if found is None:
+        return "–"
+    error = f" ± {100 * found.stderr:.1f}" if found.stderr is not None else ""
+    return f"{100 * found.value:.1f}{error}"
+
+
+def _item_differences(groups: Sequence[Group], tasks: Sequence[str]) -> Html | None:
+    """Each group against bf16 and against the best of the others, paired over items."""
+    unquantized = next((g for g in groups if g.label == "bf16"), None)
+    body, any_found = [], False
+    for group in groups:
+        cells = [el("th", group.title, scope="row")]
+        for task in tasks:
+            for reference in (unquantized, best_other(group, groups, task)):
+                if reference is None or reference is group:
+                    cells.append(el("td", "–", cls="num", title="nothing to compare with"))
+                    continue
+                found = item_difference(group, reference, task)
+                any_found = any_found or found.mean is not None
+                text = _points_text(found)
+                cells.append(
+                    el(
+                        "td",
+                        el("strong", text) if found.is_clear else text,
+                        cls="num",
+                        title=found.reason or f"minus {reference.title}, {found.windows} items",
+                    )
+                )
+        body.append(el("tr", cells))
+    if not any_found:
+        return None
+    head = el(
+        "tr",
+        el("th", "method", scope="col"),
+        (
+            el("th", task, el("small", to), scope="col", cls="num")
+            for task in tasks
+            for to in ("minus bf16", "minus the best other")
+        ),
+    )
+    note = (
+        "Differences in percentage points, paired item by item, ± their standard error; those "
+        "beyond two standard errors are bold. The best other is the most accurate other quantized "
+        "row on that task; it is named when pointed at."
+    )
+    return el("div", el("h3", "Item by item"), _table(head, body), el("p", note, cls="note"))
+
+
+def _points_text(found: Difference) -> str:
+    if found.mean is None:
+        return "–"
+    error = f" ± {100 * found.stderr:.1f}" if found.stderr is not None else ""
+    return f"{100 * found.mean:+.1f}{error}".replace("-", "−")
+
+
+def zero_shot_terminal(record: Record) -> Table | None:
+    """Zero-shot accuracies for the end of a run, in percent; None where nothing was asked."""
+    groups = group_rows(record["results"])
+    tasks = zero_shot_tasks(groups)
+    if not tasks:
+        return None
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("zero-shot, %", overflow="fold")
+    for task in tasks:
+        metric = next(found.metric for g in groups if (found := accuracy(g, task)))
+        table.add_column(f"{task}\n{metric}", justify="right", overflow="fold")
+    for group in groups:
+        table.add_row(
+            _plain(group.title), *(_accuracy_text(accuracy(group, task)) for task in tasks)
+        )
+    return table
 
 
 def _picture(figure: Figure, caption: str, kind: str = "svg") -> Html:

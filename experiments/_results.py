@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from dmx.evaluate.harness import paired_difference as items_difference
+
 Row = Mapping[str, Any]
 
 SIGNIFICANT = 2.0
@@ -80,7 +82,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Difference:
-    """nll of one group minus nll of its reference, in nats/token; negative is better."""
+    """nll of one group minus nll of its reference, in nats/token; negative is better. For
+    `item_difference`: shares of 1 over items, positive is better."""
 
     mean: float | None
     stderr: float | None
@@ -142,6 +145,71 @@ def paired_difference(group: Group, reference: Group) -> Difference:
     stderr = float(delta.std(ddof=1) / math.sqrt(len(delta)))
     noise = math.sqrt(stderr**2 + _seed_variance(group) + _seed_variance(reference))
     return Difference(float(delta.mean()), stderr, len(delta), reference.title, "", noise)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One zero-shot task over the rows of a group; shares of 1."""
+
+    value: float
+    stderr: float | None
+    """Over items. Seeds see the same items, so averaging over them does not shrink it."""
+    metric: str
+    count: int
+    seeds: int
+    source: str
+
+
+def zero_shot_tasks(groups: Iterable[Group]) -> list[str]:
+    """Every task that some row has, in order of first appearance."""
+    return list(
+        dict.fromkeys(t for g in groups for row in g.rows for t in row.get("zero_shot") or {})
+    )
+
+
+def accuracy(group: Group, task: str) -> Accuracy | None:
+    """None where no row of the group has the task."""
+    found = [row["zero_shot"][task] for row in group.rows if (row.get("zero_shot") or {}).get(task)]
+    if not found:
+        return None
+    errors = [f["stderr"] for f in found if f["stderr"] is not None]
+    return Accuracy(
+        float(np.mean([f["value"] for f in found])),
+        float(np.mean(errors)) if errors else None,
+        found[0]["metric"],
+        found[0]["count"],
+        len(found),
+        str(found[0].get("source") or "not in the record"),
+    )
+
+
+def item_difference(group: Group, reference: Group, task: str) -> Difference:
+    """Accuracy of one group minus that of another, paired over the items of a task, shares of 1;
+    positive is better. Items are averaged over the rows of a group first."""
+    sides = []
+    for side in (group, reference):
+        found = [(row.get("zero_shot") or {}).get(task) or {} for row in side.rows]
+        if not all(f.get("items") for f in found):
+            return Difference(
+                None, None, 0, reference.title, f"no items of {task} for {side.title}"
+            )
+        sides.append(found)
+    asked = {(f.get("sha256"), f["metric"], len(f["items"])) for found in sides for f in found}
+    if len(asked) > 1:
+        return Difference(None, None, 0, reference.title, f"{task}: not the same items")
+    means = [np.mean([f["items"] for f in found], axis=0) for found in sides]
+    mean, stderr, count = items_difference(*means)
+    return Difference(mean, stderr, count, reference.title, "", stderr)
+
+
+def best_other(group: Group, groups: Sequence[Group], task: str) -> Group | None:
+    """The most accurate of the other quantized groups on a task."""
+    found = [
+        (share.value, other)
+        for other in groups
+        if other is not group and other.label != "bf16" and (share := accuracy(other, task))
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def _seed_variance(group: Group) -> float:

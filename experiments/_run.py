@@ -32,7 +32,7 @@ from dmx.files import sha256, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
-from experiments._report import read_record, terminal_table, write_report
+from experiments._report import read_record, terminal_table, write_report, zero_shot_terminal
 
 console = Console(stderr=True)
 ERROR_FILE = "error.json"
@@ -195,7 +195,7 @@ class Run:
     def measure(
         self,
         model: nn.Module,
-        tokens: Tensor,
+        tokens: Tensor | None,
         config: EvaluationConfig,
         *,
         label: str,
@@ -206,23 +206,28 @@ class Run:
         search_seconds: float | None = None,
         seed: int | None = None,
     ) -> dict[str, Any]:
-        """Perplexity of a model under an assignment (None: as it is), as a row of the record."""
-        if config.max_windows is not None:
-            tokens = tokens[: config.max_windows * config.window]
+        """Perplexity of a model under an assignment (None: as it is), as a row of the record.
+
+        `tokens=None` leaves the perplexity out and makes the other fields of the row.
+        """
         start = time.perf_counter()
-        if assignment is not None:
-            apply(model, assignment, inputs=operands == "W+A", cache_weights=True)
-        try:
-            losses = window_losses(
-                model, tokens, window=config.window, batch_size=config.batch_size, label=label
-            )
-        finally:
+        losses = torch.empty(0)
+        if tokens is not None:
+            if config.max_windows is not None:
+                tokens = tokens[: config.max_windows * config.window]
             if assignment is not None:
-                restore(model)
+                apply(model, assignment, inputs=operands == "W+A", cache_weights=True)
+            try:
+                losses = window_losses(
+                    model, tokens, window=config.window, batch_size=config.batch_size, label=label
+                )
+            finally:
+                if assignment is not None:
+                    restore(model)
         nll = float(losses.mean())
-        finite = bool(torch.isfinite(losses).all())
+        finite = math.isfinite(nll)
         bits: Any = {} if assignment is None else assignment.bits
-        reason = "the loss is not finite" if not finite else ""
+        reason = "" if finite else "not asked for" if tokens is None else "the loss is not finite"
         row: dict[str, Any] = {
             "label": label, "search": search, "assignment": path, "seed": seed,
             "operands": operands if assignment is not None else None,
@@ -274,6 +279,8 @@ class Run:
         """The table and where things are, on standard output."""
         out = Console()
         out.print(terminal_table(record))
+        if (zero_shot := zero_shot_terminal(record)) is not None:
+            out.print(zero_shot)
         if record["verdict"] is not None:
             out.print(record["verdict"]["text"], markup=False)
         for name in ("assignment.json", "record.json", "report.html"):

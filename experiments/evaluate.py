@@ -1,21 +1,25 @@
 """Measure assignments on a text; writes record.json and report.html.
 
 python -m experiments.evaluate assignments=[bf16,mxfp4,outputs/run/assignment.json] data=wikitext2
+python -m experiments.evaluate assignments=[bf16,mxfp4] eval=zero_shot
 """
 
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
+from torch import Tensor
 
 from dmx.assignment import Assignment
 from dmx.data import encode, load_text
 from dmx.formats import ALIASES, BLOCK_FORMATS, get_mx_format
-from dmx.models import load_model
+from dmx.models import LoadedModel, load_model
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments._config import EvaluateRun, build_root
 from experiments._run import Run, entry_point, tokens_sha256
+from experiments._zero_shot import measure_zero_shot
 
 
 @entry_point("evaluate")
@@ -30,21 +34,19 @@ def main(cfg: DictConfig) -> None:
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return
-        text = load_text(config.data.evaluation)
+        text = load_text(config.data.evaluation) if config.eval.perplexity else None
         loaded = load_model(config.model, run.device)
         for given in files.values():
             given.check(loaded.model)
-        tokens = encode(loaded.tokenizer, text)
-        run.facts = {
-            "model": loaded.provenance,
-            "data": {
-                "evaluation": {
-                    "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
-                    "tokens": len(tokens), "windows": len(tokens) // config.evaluation.window,
-                    "window": config.evaluation.window,
-                },
-            },
-        }  # fmt: skip
+        run.facts = {"model": loaded.provenance, "data": {}}
+        tokens = None
+        if text is not None:
+            tokens = encode(loaded.tokenizer, text)
+            run.facts["data"]["evaluation"] = {
+                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
+                "tokens": len(tokens), "windows": len(tokens) // config.evaluation.window,
+                "window": config.evaluation.window,
+            }  # fmt: skip
         for index, name in enumerate(config.assignments):
             assignment: Assignment | None = None
             kind: str | None = None
@@ -70,19 +72,25 @@ def main(cfg: DictConfig) -> None:
                 assignment.save(run.path(path))
             for operands in config.evaluation.operands if assignment is not None else ["W+A"]:
                 measured = partial(
-                    run.measure,
-                    loaded.model,
-                    tokens,
-                    config.evaluation,
-                    label=label,
-                    operands=operands,
-                    assignment=assignment,
-                    path=path,
-                    search=kind,
-                )
+                    _measure, run, loaded, tokens, config,
+                    label=label, operands=operands, assignment=assignment, path=path, search=kind,
+                )  # fmt: skip
                 run.row(f"{index}-{operands}", measured)
         run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
         run.finish(seed=None, verdict=None)
+
+
+def _measure(
+    run: Run, loaded: LoadedModel, tokens: Tensor | None, config: EvaluateRun, *,
+    label: str, operands: str, assignment: Assignment | None, path: str | None, search: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    row = run.measure(
+        loaded.model, tokens, config.evaluation,
+        label=label, operands=operands, assignment=assignment, path=path, search=search,
+    )  # fmt: skip
+    return row | measure_zero_shot(
+        run, loaded.model, loaded.tokenizer, config.eval, assignment, operands, label=label
+    )
 
 
 if __name__ == "__main__":
