@@ -55,9 +55,10 @@ def _cast_kernel(
     tile_row, tile_column = tl.program_id(0), tl.program_id(1)
     amax = tl.load(amax_ptr)
     scale = _scale(amax, TOP, MAX_SCALE)
-    inverse = tl.div_rn(tl.full((), 1.0, tl.float32), scale)
     if (tile_row == 0) & (tile_column == 0):
-        tl.store(scales_ptr, inverse)
+        # In float64: the float32 division flushes an inverse below 2**-126 to zero.
+        inverse = tl.full((), 1.0, tl.float64) / scale.to(tl.float64)
+        tl.store(scales_ptr, inverse.to(tl.float32))
         tl.store(scales_ptr + 1, scale)
     row = (tile_row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
