@@ -263,7 +263,7 @@ class ZeroShot:
             warnings.warn(
                 f"zero-shot: {cut} of {len(requests)} requests are longer than the model's "
                 f"{longest} positions; their first tokens are cut off",
-                stacklevel=3,
+                stacklevel=2,
             )
         lengths = np.minimum(lengths, longest)
         # Longest first: what does not fit shows at once. Equal lengths need no padding.
