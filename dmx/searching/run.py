@@ -75,32 +75,40 @@ def search(
         BudgetError: unreachable budget. ModelError, FormatError, DataError: see their messages.
         RunError: the folder holds another search, or cannot be written.
     """
+    _check_weights(model)
     space = search_space(model, config)
     space.check_budget(budget)
     listed = list_batches(batches, model)
     where = None if folder is None else Path(folder)
     started = time.perf_counter()
-    if config.name == "differentiable":
-        run = DifferentiableSearch(
-            model, listed, space, budget, config,
-            folder=where, fingerprint=_fingerprint(model, listed, budget, config),
-        )  # fmt: skip
-        if where is not None:
-            # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-            write_text(where / ".writable", "").unlink(missing_ok=True)
-        run.run()
-        choice, preference = run.projected_choice(), run.preference()
-        history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
-    else:
-        if score_folder is None and where is not None:
-            score_folder = where / "scores"
-        scan = Scan(
-            model, listed, space, config,
-            fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
-            folder=None if score_folder is None else Path(score_folder),
-        )  # fmt: skip
-        choice, preference, _ = heuristic_choice(scan, space, budget, config)
-        history, raw, complaints = [], None, []
+    device = next(model.parameters()).device
+    # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        if config.name == "differentiable":
+            run = DifferentiableSearch(
+                model, listed, space, budget, config,
+                folder=where, fingerprint=_fingerprint(model, listed, budget, config),
+            )  # fmt: skip
+            if where is not None:
+                # An unwritable folder must show now, not after the first checkpoint's worth of steps.
+                write_text(where / ".writable", "").unlink(missing_ok=True)
+            run.run()
+            choice, preference = run.projected_choice(), run.preference()
+            history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
+        else:
+            if score_folder is None and where is not None:
+                score_folder = where / "scores"
+            scan = Scan(
+                model, listed, space, config,
+                fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
+                folder=None if score_folder is None else Path(score_folder),
+            )  # fmt: skip
+            choice, preference, _ = heuristic_choice(scan, space, budget, config)
+            history, raw, complaints = [], None, []
     return SearchResult(
         assignment=make_assignment(
             space, choice, model,
@@ -113,6 +121,17 @@ def search(
         raw_offsets=raw,
         warnings=complaints,
     )  # fmt: skip
+
+
+def _check_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(f"{name} is on the meta device: load the model's weights first")
+        if parameter.dtype == torch.float64:
+            raise ModelError(
+                f"{name} is float64; formats are defined on float32, bfloat16 and float16. Convert "
+                "the model first: model.float()"
+            )
 
 
 def uniform_assignment(
