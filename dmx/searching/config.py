@@ -91,9 +91,15 @@ class SearchConfig:
             ("temperature", 1e-3, 1e3), ("temperature_end", 1e-3, 1e3),
         ):  # fmt: skip
             value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise SearchConfigError(f"search.{name}={value!r} must be a number")
             if not low <= value <= high:
                 raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
         for name in ("steps", "evaluate_every", "checkpoint_every"):
+            if type(getattr(self, name)) is not int:
+                raise SearchConfigError(
+                    f"search.{name}={getattr(self, name)!r} must be a whole number"
+                )
             if getattr(self, name) < 1:
                 raise SearchConfigError(f"search.{name}={getattr(self, name)} must be at least 1")
         if self.score_batches is not None and self.score_batches < 1:
@@ -106,6 +112,11 @@ class SearchConfig:
             raise FormatError(
                 f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
                 "floor rule only. Use search.scale_rule=floor, or a search that is not differentiable."
+            )
+        if isinstance(self.exclude, str) or not isinstance(self.fixed, dict):
+            raise SearchConfigError(
+                f"search.exclude must be a list of globs and search.fixed a dict of glob -> format, "
+                f"got {self.exclude!r} and {self.fixed!r}"
             )
         self._check_target()
 
