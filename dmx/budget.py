@@ -13,6 +13,7 @@ to its next candidate with a gain > 0 still fits.
 import fnmatch
 import heapq
 import math
+import numbers
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,12 +49,13 @@ class Budget:
 
     def __post_init__(self) -> None:
         check_choice(self.unit, BIT_UNITS, "budget.unit")
-        number = isinstance(self.limit, int | float) and not isinstance(self.limit, bool)
+        number = isinstance(self.limit, numbers.Real) and not isinstance(self.limit, bool)
         if not number or not math.isfinite(self.limit) or self.limit <= 0:
             raise BudgetError(
                 f"budget.limit={self.limit!r} is not a number of bits. Give a finite number > 0, "
                 f"for example 5.0, with budget.unit one of {', '.join(BIT_UNITS)}."
             )
+        self.limit = float(self.limit)  # numpy numbers are no JSON
 
 
 @dataclass(frozen=True)
