@@ -387,6 +387,11 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"momentum": 0.0}, r"search\.nesterov=true needs search\.momentum > 0"),
         ({"temperature": 0.0}, r"search\.temperature=0\.0 must lie in"),
         ({"anneal_from": 1.5}, r"search\.anneal_from=1\.5 must lie in \[0, 1\]"),
+        ({"steps": 2.5}, r"search\.steps=2\.5 must be a whole number"),
+        ({"steps": "10"}, r"search\.steps='10' must be a whole number"),
+        ({"lr": "1"}, r"search\.lr='1' must be a number"),
+        ({"exclude": "*.o_proj"}, r"search\.exclude must be a list of globs"),
+        ({"fixed": ["*.o_proj"]}, r"search\.fixed a dict of glob -> format"),
         ({"steps": 0}, r"search\.steps=0 must be at least 1"),
         ({"evaluate_every": 0}, r"search\.evaluate_every=0 must be at least 1"),
         ({"target": "vllm"}, r"search\.target=vllm cannot load mxfp6_e2m3 .*loads: mxfp8_mxfp4"),
@@ -442,3 +447,33 @@ def test_the_space_of_a_meta_model_is_that_of_the_real_one(tiny):
         other = type(model)(model.config)
     meta = build_space(other, get_family("mxfp6_mxfp4").formats)
     assert meta == real
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_the_callers_mode_changes_nothing(mode, tiny):
+    model, batches = tiny
+    config = SearchConfig(steps=4, raw_start=1.0, evaluate_every=4)
+    plain = dmx.search(model, batches, Budget(5.0), config)
+    with mode():
+        inside = dmx.search(model, [b.clone() for b in batches], Budget(5.0), config)
+    assert numbers(inside.history) == numbers(plain.history)
+    assert dmx.search(model, batches, Budget(5.0), config).assignment == inside.assignment
+
+
+def test_models_without_usable_weights_are_refused(tiny):
+    model, batches = tiny
+    for other, words in ((copy.deepcopy(model).double(), "is float64; .*model.float"),
+                         (copy.deepcopy(model).to("meta"), "is on the meta device: load")):  # fmt: skip
+        with pytest.raises(ModelError, match=words):
+            dmx.search(other, batches, Budget(5.0), SearchConfig())
+
+
+def test_numpy_numbers_are_budgets(tiny, tmp_path):
+    for limit in (np.float32(5.0), np.int64(5), np.float64(5.0), 5):
+        result = dmx.search(*tiny, Budget(limit), SearchConfig(name="random"))
+        path = result.assignment.save(tmp_path / "a.json")
+        assert json.loads(path.read_text())["budget"] == {"limit": 5.0, "unit": "element_bits"}
