@@ -26,6 +26,7 @@ from dmx.searching.config import SEARCHES
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPERANDS = ("W+A", "W")
+SAFETY = ("off", "calibrated")
 BASELINES = ("bf16", "uniform", "kl")
 
 
@@ -178,10 +179,14 @@ class CompareRun:
     """Folder whose runs are joined into one report, instead of searching."""
     ablate: str | None
     """Path of an assignment.json whose units are lowered and raised one by one, instead."""
+    eval: EvalConfig
+    safety: str
+    """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
     run: RunConfig
 
     def __post_init__(self) -> None:
         _at_least("seeds", self.seeds, 1)
+        check_choice(self.safety, SAFETY, "safety")
         for name in self.searches:
             check_choice(name, SEARCHES, "searches")
         for name in self.baselines:
@@ -198,13 +203,18 @@ class EvaluateRun:
 
     model: ModelConfig
     data: DataPair
+    calibration: CalibrationConfig
+    """Only for the safety net."""
     evaluation: EvaluationConfig
     eval: EvalConfig
     assignments: list[str]
     """Paths of assignment.json files; or names of MX formats for uniform ones; or bf16."""
+    safety: str
+    """off | calibrated: mor's safety net around every given assignment, as a row of its own."""
     run: RunConfig
 
     def __post_init__(self) -> None:
+        check_choice(self.safety, SAFETY, "safety")
         if not self.assignments:
             names = ", ".join(map(str, MX_FORMATS))
             raise ConfigError(
@@ -309,4 +319,4 @@ def register() -> None:
     store.store(name="_evaluate", node=schema | measured, package="_global_")
     store.store(name="_search", node=schema | search, package="_global_")
     compare = {"search": _defaults(SearchConfig)}
-    store.store(name="_compare", node=schema | compare, package="_global_")
+    store.store(name="_compare", node=schema | measured | compare, package="_global_")

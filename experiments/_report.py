@@ -8,8 +8,6 @@ reaches the page through `el`, which escapes it.
 
 import html
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,8 @@ from rich import box
 from rich.table import Table
 
 from dmx.errors import RunError
+from dmx.files import write_text
+from dmx.formats import BLOCK_FORMATS
 from dmx.targets import TARGETS, obstacles
 from experiments import _plots
 from experiments._results import (
@@ -32,6 +32,7 @@ from experiments._results import (
     accuracy,
     best_other,
     bits_unit,
+    budget_text,
     difference_to,
     group_rows,
     item_difference,
@@ -274,6 +275,11 @@ def _seconds(statistic: Statistic) -> str:
     return seconds_text(statistic.mean or 0.0)
 
 
+def _memory(statistic: Statistic) -> str:
+    assert statistic.mean is not None
+    return bytes_text(statistic.mean)
+
+
 def _bits(statistic: Statistic) -> str:
     """The mean alone: every search ends just below its budget, so a spread would tell nothing."""
     return f"{statistic.mean:.3f}"
@@ -291,6 +297,7 @@ COLUMNS = (
         "model bits\n/element",
     ),
     Column("search", "time", _metric("search_seconds", _seconds), "search"),
+    Column("memory", "search peak", _metric("search_peak_memory_bytes", _memory), None),
     Column("eval", "time", _metric("eval_seconds", _seconds), None),
 )
 
@@ -687,13 +694,15 @@ def _format_shares(assignment: Mapping[str, Any]) -> str:
 def _map_section(
     groups: Sequence[Group], assignments: Mapping[str, Mapping[str, Any]]
 ) -> list[Html]:
+    """Maps of one seed of each search side by side; uniform formats and other seeds are folded."""
     first: list[Html] = []
     others: list[Html] = []
     for group in groups:
         rows = [row for row in group.rows if row.get("assignment") is not None]
         for index, row in enumerate(rows):
             picture = _map_box(group, row, assignments[row["assignment"]])
-            (first if not index and len(first) < _OPEN_MAPS else others).append(picture)
+            shown = not index and group.search != "uniform" and len(first) < _OPEN_MAPS
+            (first if shown else others).append(picture)
     used = {name for a in assignments.values() for name in a["formats"].values()}
     legend = el(
         "p",
@@ -706,6 +715,60 @@ def _map_section(
     )
     folded = el("details", el("summary", f"{len(others)} more maps"), el("div", others, cls="maps"))
     return [legend, el("div", first, cls="maps"), *([folded] if others else [])]
+
+
+def _sizes(assignment: Mapping[str, Any]) -> dict[str, int]:
+    return {name: shape[0] * shape[1] for name, shape in assignment["shapes"].items()}
+
+
+def agreement(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
+    """Share of the weights that two assignments of one model give the same format, 0 to 1."""
+    sizes = _sizes(a)
+    same = sum(n for k, n in sizes.items() if a["formats"][k] == b["formats"].get(k))
+    return same / sum(sizes.values())
+
+
+def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
+    """projection -> share of its weights above the assignment's smallest format, 0 to 1."""
+    bits = {k: BLOCK_FORMATS[f].element_bits for k, f in assignment["formats"].items()}
+    low = min(bits.values())
+    total: Counter[str] = Counter()
+    high: Counter[str] = Counter()
+    for layer, n in _sizes(assignment).items():
+        projection = locate(layer)[2]
+        total[projection] += n
+        high[projection] += n if bits[layer] > low else 0
+    return {name: high[name] / total[name] for name in total}
+
+
+def _agreement_section(
+    groups: Sequence[Group], assignments: Mapping[str, Mapping[str, Any]]
+) -> list[Html] | None:
+    """For each budget: how much two searches agree, and where each spends its bits (first seed)."""
+    by_budget: dict[Any, list[tuple[str, Mapping[str, Any]]]] = {}
+    for group in groups:
+        path = group.rows[0].get("assignment")
+        if group.search not in (None, "uniform") and path is not None and group.budget:
+            by_budget.setdefault(group.budget, []).append((group.name, assignments[path]))
+    parts: list[Html] = []
+    for budget, found in by_budget.items():
+        if len(found) < 2 or len({frozenset(a["formats"]) for _, a in found}) > 1:
+            continue
+        projections = list(raised_by_projection(found[0][1]))
+        head = el("tr", el("th", f"≤ {budget_text(budget)}"),
+                  (el("th", f"as {name}") for name, _ in found),
+                  (el("th", f"{p} raised") for p in projections))  # fmt: skip
+        body = []
+        for name, own in found:
+            raised = raised_by_projection(own)
+            cells = [el("td", f"{agreement(own, other):.0%}") for _, other in found]
+            cells += [el("td", f"{raised.get(p, 0.0):.0%}") for p in projections]
+            body.append(el("tr", el("td", name), cells))
+        parts.append(_table(head, body))
+    if not parts:
+        return None
+    note = "Shares of the weights; first seed of each. “as”: same format as that search gives."
+    return [*parts, el("p", note, cls="note")]
 
 
 def _map_box(group: Group, row: Mapping[str, Any], assignment: Mapping[str, Any]) -> Html:
@@ -845,6 +908,7 @@ def render(folder: Path) -> str:
             "Formats by block and projection",
             _map_section(groups, assignments) if assignments else None,
         ),
+        _section("Where searches agree", _agreement_section(groups, assignments)),
         _section(
             "Who can load the result", _targets_table(groups, assignments) if assignments else None
         ),
@@ -874,14 +938,4 @@ def write_report(folder: Path) -> Path:
             be read, or history.jsonl holds a damaged line.
     """
     folder = Path(folder)
-    page = render(folder)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".report-", suffix=".html")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(page)
-        os.chmod(temporary, 0o644)  # mkstemp makes files that only the owner can read
-        os.replace(temporary, folder / "report.html")
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return folder / "report.html"
+    return write_text(folder / "report.html", render(folder))

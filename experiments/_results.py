@@ -20,8 +20,9 @@ from dmx.evaluate.harness import paired_difference as items_difference
 
 Row = Mapping[str, Any]
 
-SIGNIFICANT = 2.0
-"""A difference counts when it exceeds this many standard errors (about 95 %)."""
+SIGNIFICANT = 1.0
+"""A difference counts when it exceeds this many paired standard errors; below, it is a tie. The
+standard error stands beside every difference, so that a stricter reader can ask for more."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def _verdict_text(group: Group, reference: Group, difference: Difference) -> str
     amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token"
     direction = "lower" if difference.mean < 0 else "higher"
     if not difference.is_clear:
-        claim = f"{name} and {reference.name} cannot be told apart{where}"
+        claim = f"tie: {name} and {reference.name} cannot be told apart{where}"
     elif difference.mean < 0:
         claim = f"{name} beats {reference.name}{where}"
     else:

@@ -1,4 +1,4 @@
-"""A loaded model, its texts, and the rows that are measured on it; shared by search and compare."""
+"""A loaded model, its texts, and the rows that are measured on it; shared by the entry points."""
 
 import dataclasses
 import time
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import mor
 from dmx.assignment import Assignment
 from dmx.budget import Budget
 from dmx.data import DataPair, check_window, encode, load_text, token_batches
@@ -15,64 +16,78 @@ from dmx.evaluate.perplexity import cut_windows
 from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.searching import SearchConfig, search, uniform_assignment
-from experiments._config import CalibrationConfig, EvaluationConfig
+from experiments._config import CalibrationConfig, EvalConfig, EvaluationConfig
 from experiments._run import Run, tokens_sha256
+from experiments._zero_shot import measure_zero_shot
 
 LABELS = {"differentiable": "dmx"}
 """Search name -> what tables call its rows; others keep their name."""
 
+Make = Callable[[], tuple[Assignment, dict[str, Any]]]
+"""Gives an assignment and facts of its search (seconds, peak_memory_bytes)."""
+
 
 def check_windows(
-    meta: Any, calibration: CalibrationConfig, evaluation: EvaluationConfig
+    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig
 ) -> None:
     """Raise DataError for windows beyond the positions of a model, which may be a meta one."""
-    for window in (calibration.window, evaluation.window):
-        check_window(window, max_positions(meta.config))
+    for config in (calibration, evaluation):
+        if config is not None:
+            check_window(config.window, max_positions(meta.config))
 
 
 class Bench:
     """Loads once; every row of a run uses the same evaluation windows, and every search with one
-    seed the same calibration batches."""
+    seed the same calibration batches. With `safety="calibrated"` every quantized row is followed
+    by one with mor's safety net around it."""
 
     def __init__(
         self,
         run: Run,
         model: ModelConfig,
         data: DataPair,
-        calibration: CalibrationConfig,
         evaluation: EvaluationConfig,
+        *,
+        calibration: CalibrationConfig | None,
+        measured: EvalConfig | None = None,
+        safety: str = "off",
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
-        texts = load_text(data.calibration), load_text(data.evaluation)
+        self.measured, self.safety = measured or EvalConfig(), safety
+        # Texts first: a missing file must show before a model is loaded.
+        text = load_text(data.evaluation) if self.measured.perplexity else None
+        calibration_text = load_text(data.calibration) if calibration is not None else None
         loaded = load_model(model, run.device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        self._calibration_tokens = encode(self.tokenizer, texts[0])
-        tokens = encode(self.tokenizer, texts[1])
-        if evaluation.max_windows is not None:
-            tokens = tokens[: evaluation.max_windows * evaluation.window]
-        cut_windows(self.model, tokens, evaluation.window)  # refuse before a search, not after it
-        self.tokens = tokens
-        first = self.batches(0)
-        run.facts = {
-            "model": loaded.provenance,
-            "data": {
-                "calibration": {
-                    "name": texts[0].name, "source": texts[0].source, "sha256": texts[0].sha256,
-                    "tokens": sum(b.numel() for b in first), "batches": len(first),
-                    "batch_shape": list(first[0].shape),
-                },
-                "evaluation": {
-                    "name": texts[1].name, "source": texts[1].source,
-                    "sha256": tokens_sha256(tokens), "tokens": len(tokens),
-                    "windows": len(tokens) // evaluation.window, "window": evaluation.window,
-                },
-            },
-        }  # fmt: skip
+        facts: dict[str, Any] = {}
+        if calibration_text is not None:
+            self._calibration_tokens = encode(self.tokenizer, calibration_text)
+            first = self.batches(0)
+            facts["calibration"] = {
+                "name": calibration_text.name, "source": calibration_text.source,
+                "sha256": calibration_text.sha256, "tokens": sum(b.numel() for b in first),
+                "batches": len(first), "batch_shape": list(first[0].shape),
+            }  # fmt: skip
+        self.tokens: Tensor | None = None
+        if text is not None:
+            tokens = encode(self.tokenizer, text)
+            if evaluation.max_windows is not None:
+                tokens = tokens[: evaluation.max_windows * evaluation.window]
+            # Refuse a text that does not fit before a search, not after it.
+            cut_windows(self.model, tokens, evaluation.window)
+            self.tokens = tokens
+            facts["evaluation"] = {
+                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
+                "tokens": len(tokens), "windows": len(tokens) // evaluation.window,
+                "window": evaluation.window,
+            }  # fmt: skip
+        run.facts = {"model": loaded.provenance, "data": facts}
         run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
 
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
         c = self.calibration
+        assert c is not None
         return token_batches(
             self._calibration_tokens,
             c.window,
@@ -81,17 +96,17 @@ class Bench:
             n_batches=c.batches,
         )
 
-    def unquantized(self) -> dict[str, Any]:
-        """The bf16 row."""
-        return self._row("bf16", "bf16", "W+A", None, None)
+    # --- what a row can be ---------------------------------------------------------------------
+
+    def unquantized(self) -> None:
+        """The row of the model as it is."""
+        self.run.row("bf16", lambda: self._measured("bf16", "W+A", None, None, None))
 
     def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
         """Rows of one format everywhere."""
-
-        def make() -> tuple[Assignment, dict[str, Any]]:
-            return uniform_assignment(self.model, block_format, config), {}
-
-        self._rows(f"uniform {block_format}", f"uniform-{block_format}", "", make)
+        name = f"uniform-{block_format}"
+        made: Make = lambda: (uniform_assignment(self.model, block_format, config), {})  # noqa: E731
+        self.rows(f"uniform {block_format}", f"{name}.json", made, guarded=False)
 
     def searched(
         self, config: SearchConfig, budget: Budget, *, name: str, folder: str = ""
@@ -114,51 +129,61 @@ class Bench:
                 facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
             return result.assignment, facts
 
-        label = LABELS.get(config.name, config.name)
-        self._rows(label, name, folder, make)
+        path = f"{folder}/{name}.json" if folder else f"{name}.json"
+        self.rows(LABELS.get(config.name, config.name), path, make)
+
+    def rows(self, label: str, path: str, make: Make, *, guarded: bool = True) -> None:
+        """Rows of one assignment, which is kept under `path` of the run's folder: one for each
+        set of operands, and one more with the safety net where it is on."""
+        key = path.removesuffix(".json").replace("/", "-")
+        for operands in self.evaluation.operands:
+            for net in (False, True) if self.safety != "off" and guarded else (False,):
+
+                def measured(operands: str = operands, net: bool = net) -> dict[str, Any]:
+                    assignment = self._saved(path, make)
+                    guard = self._net(assignment, path) if net else None
+                    return self._measured(label, operands, assignment, path, guard)
+
+                self.run.row(f"{key}-{operands}{'-net' if net else ''}", measured)
 
     # -------------------------------------------------------------------------------------------
 
-    def _rows(
-        self,
-        label: str,
-        name: str,
-        folder: str,
-        make: Callable[[], tuple[Assignment, dict[str, Any]]],
-    ) -> None:
-        path = f"{folder}/{name}.json" if folder else f"{name}.json"
-        key = path.removesuffix(".json").replace("/", "-")
-        for operands in self.evaluation.operands:
-            self._row(label, key, operands, path, make)
-
-    def _row(
-        self, label: str, key: str, operands: str, path: str | None,
-        make: Callable[[], tuple[Assignment, dict[str, Any]]] | None,
+    def _measured(
+        self, label: str, operands: str, assignment: Assignment | None, path: str | None,
+        net: mor.SafetyNet | None,
     ) -> dict[str, Any]:  # fmt: skip
-        def measured() -> dict[str, Any]:
-            if path is None or make is None:
-                return self.run.measure(
-                    self.model, self.tokens, self.evaluation,
-                    label=label, operands=operands, assignment=None,
-                )  # fmt: skip
-            assignment = self._saved(path, make)
-            found = assignment.search
-            row = self.run.measure(
-                self.model, self.tokens, self.evaluation, label=label, operands=operands,
-                assignment=assignment, path=path, search=found["name"],
-                search_seconds=found.get("seconds"), seed=found.get("seed"),
-            )  # fmt: skip
-            row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
-            return row
+        found: Any = {} if assignment is None else assignment.search
+        kind = found.get("name")
+        if net is not None:
+            # A method of its own in every table, or it would be averaged with the bare search.
+            label, kind = f"{label} + net", f"{kind}+net"
+        row = self.run.measure(
+            self.model, self.tokens, self.evaluation, label=label, operands=operands,
+            assignment=assignment, path=path, search=kind,
+            search_seconds=found.get("seconds"), seed=found.get("seed"), safety=net,
+        )  # fmt: skip
+        row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
+        row["safety"] = None if net is None else net.report()
+        return row | measure_zero_shot(
+            self.run, self.model, self.tokenizer, self.measured, assignment, operands, label=label,
+            safety=net,
+        )  # fmt: skip
 
-        return self.run.row(f"{key}-{operands}", measured)
+    def _net(self, assignment: Assignment, path: str) -> mor.SafetyNet:
+        """The net calibrated for an assignment, kept beside it; its counters start at zero."""
+        target = self.run.path(path.removesuffix(".json") + ".safety.json")
+        if target.exists():
+            return mor.SafetyNet.load(target)
+        net = mor.SafetyNet.calibrate(self.model, assignment, self.batches(0))
+        net.save(target)
+        return net
 
-    def _saved(
-        self, path: str, make: Callable[[], tuple[Assignment, dict[str, Any]]]
-    ) -> Assignment:
+    def _saved(self, path: str, make: Make) -> Assignment:
         """The assignment of a file of this run, searched for if it is not there yet."""
         target = self.run.path(path)
         if not target.exists():
             assignment, facts = make()
-            dataclasses.replace(assignment, search={**assignment.search, **facts}).save(target)
+            if facts:
+                assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
+            assignment.save(target)
         return Assignment.load(target)

@@ -30,7 +30,7 @@ from dmx.errors import DmxError, RunError
 from dmx.evaluate.perplexity import window_losses
 from dmx.files import sha256, write_json, write_text
 from dmx.kernels import ops
-from dmx.layers import apply, restore
+from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
 from experiments._report import read_record, terminal_table, write_report, zero_shot_terminal
 
@@ -62,8 +62,11 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
         def guarded(cfg: DictConfig) -> Any:
             try:
                 return task(cfg)
-            except DmxError as error:
+            except Exception as error:
                 if HydraConfig.get().mode == RunMode.MULTIRUN:
+                    write_error(Path(HydraConfig.get().runtime.output_dir), config_name, error)
+                    raise
+                if not isinstance(error, DmxError):
                     raise
                 console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
                 console.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -89,7 +92,10 @@ class Run:
         self.started = time.time()
         self.command = command
         if HydraConfig.get().mode == RunMode.MULTIRUN:
+            # The default of run.folder names a time; a sweep that is started again must find the
+            # same settings in the same place.
             self.folder = Path(HydraConfig.get().runtime.output_dir)
+            cfg = OmegaConf.merge(cfg, {"run": {"folder": str(self.folder)}})  # type: ignore[assignment]
         else:
             self.folder = Path(config.folder)
         self.device = config.torch_device()
@@ -112,7 +118,9 @@ class Run:
         path = self.folder / "config.yaml"
         try:
             found = path.read_text() if path.exists() else None
-            is_taken = self.folder.exists() and any(self.folder.iterdir())
+            is_taken = self.folder.exists() and any(
+                p.name != ERROR_FILE for p in self.folder.iterdir()
+            )
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RunError(
@@ -141,18 +149,19 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         warnings.showwarning = self._show_warning
-        if kind is not None and issubclass(kind, Exception):
-            write_json(self.path(ERROR_FILE), {
-                "command": self.command, "error": f"{kind.__name__}: {error}",
-                "time": _iso(time.time()), "traceback": traceback.format_exc(),
-            })  # fmt: skip
+        if isinstance(error, Exception):
+            write_error(self.folder, self.command, error)
 
     def show_if_finished(self) -> bool:
         """Whether an earlier start finished this run; its table is shown again."""
         if not self.path("record.json").exists():
             return False
         console.print(f"{self.folder} holds this run, finished; showing it again")
+        if not self.path("report.html").exists():
+            write_report(self.folder)
         record = read_record(self.folder)
+        if not self.path("report.html").exists():  # stopped between the two, or deleted since
+            write_report(self.folder)
         self.rows = record["results"]
         self.show(record)
         return True
@@ -205,6 +214,7 @@ class Run:
         path: str | None = None,
         search_seconds: float | None = None,
         seed: int | None = None,
+        safety: Safety | None = None,
     ) -> dict[str, Any]:
         """Perplexity of a model under an assignment (None: as it is), as a row of the record.
 
@@ -216,7 +226,10 @@ class Run:
             if config.max_windows is not None:
                 tokens = tokens[: config.max_windows * config.window]
             if assignment is not None:
-                apply(model, assignment, inputs=operands == "W+A", cache_weights=True)
+                apply(
+                    model, assignment,
+                    inputs=operands == "W+A", safety=safety, cache_weights=True,
+                )  # fmt: skip
             try:
                 losses = window_losses(
                     model, tokens, window=config.window, batch_size=config.batch_size, label=label
@@ -291,6 +304,14 @@ class Run:
         cuda = self.device.type == "cuda"
         name = torch.cuda.get_device_name(self.device) if cuda else _processor_name()
         return {"name": name, "type": self.device.type, "threads": torch.get_num_threads()}
+
+
+def write_error(folder: Path, command: str, error: Exception) -> None:
+    """Leave what went wrong in the folder of a run, for `compare collect=`."""
+    write_json(folder / ERROR_FILE, {
+        "command": command, "error": f"{type(error).__name__}: {error}",
+        "time": _iso(time.time()), "traceback": traceback.format_exc(),
+    })  # fmt: skip
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from dmx.assignment import Assignment
 from dmx.evaluate.harness import NonFiniteError, ZeroShot
-from dmx.layers import apply, restore
+from dmx.layers import Safety, apply, restore
 from experiments._config import EvalConfig
 from experiments._run import Run
 
@@ -31,12 +31,14 @@ def measure_zero_shot(
     operands: str,
     *,
     label: str = "",
+    safety: Safety | None = None,
 ) -> dict[str, Any]:
     """Fields of a row: `zero_shot` (task -> result, or null with its reason), `zero_shot_seconds`.
 
     Args:
         assignment: applied for the measurement; None = the model as it is.
         operands: W+A or W.
+        safety: guards the quantizers at run time.
     """
     if not config.zero_shot:
         return {"zero_shot": None, "zero_shot_reason": "not asked for (eval=zero_shot)"}
@@ -44,7 +46,7 @@ def measure_zero_shot(
     folder = Path(config.cache_folder) if config.cache_folder else run.path("zero_shot")
     harness = _harness(tokenizer, tuple(config.tasks), config.limit, config.batch_size, folder)
     if assignment is not None:
-        apply(model, assignment, inputs=operands == "W+A", cache_weights=True)
+        apply(model, assignment, inputs=operands == "W+A", safety=safety, cache_weights=True)
     try:
         found: dict[str, Any] = {
             "zero_shot": harness.evaluate(model, label=label),

@@ -53,7 +53,10 @@ def main(cfg: DictConfig) -> None:
         if config.collect:
             collect_runs(Path(config.collect), run)
         else:
-            bench = Bench(run, config.model, config.data, config.calibration, config.evaluation)
+            bench = Bench(
+                run, config.model, config.data, config.evaluation,
+                calibration=config.calibration, measured=config.eval, safety=config.safety,
+            )  # fmt: skip
             if asked is not None:
                 _print_ablation(bench, config, asked)
                 return

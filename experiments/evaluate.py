@@ -1,25 +1,19 @@
-"""Measure assignments on a text; writes record.json and report.html.
+"""Measure assignments on a text and on tasks; writes record.json and report.html.
 
-python -m experiments.evaluate assignments=[bf16,mxfp4,outputs/run/assignment.json] data=wikitext2
-python -m experiments.evaluate assignments=[bf16,mxfp4] eval=zero_shot
+    python -m experiments.evaluate "assignments=[bf16,mxfp4,outputs/run/assignment.json]" \
+        data=wikitext2 eval=zero_shot safety=calibrated
 """
 
-import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
-from torch import Tensor
 
 from dmx.assignment import Assignment
-from dmx.data import encode, load_text
 from dmx.formats import ALIASES, BLOCK_FORMATS, get_mx_format
-from dmx.models import LoadedModel, load_model
-from dmx.searching import SearchConfig, uniform_assignment
+from dmx.searching import SearchConfig
 from experiments._config import EvaluateRun, build_root
-from experiments._run import Run, entry_point, tokens_sha256
-from experiments._zero_shot import measure_zero_shot
+from experiments._rows import LABELS, Bench
+from experiments._run import Run, entry_point
 
 
 @entry_point("evaluate")
@@ -34,63 +28,24 @@ def main(cfg: DictConfig) -> None:
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return
-        text = load_text(config.data.evaluation) if config.eval.perplexity else None
-        loaded = load_model(config.model, run.device)
+        bench = Bench(
+            run, config.model, config.data, config.evaluation,
+            calibration=config.calibration if config.safety != "off" else None,
+            measured=config.eval, safety=config.safety,
+        )  # fmt: skip
         for given in files.values():
-            given.check(loaded.model)
-        run.facts = {"model": loaded.provenance, "data": {}}
-        tokens = None
-        if text is not None:
-            tokens = encode(loaded.tokenizer, text)
-            run.facts["data"]["evaluation"] = {
-                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
-                "tokens": len(tokens), "windows": len(tokens) // config.evaluation.window,
-                "window": config.evaluation.window,
-            }  # fmt: skip
+            given.check(bench.model)
         for index, name in enumerate(config.assignments):
-            assignment: Assignment | None = None
-            kind: str | None = None
-            path: str | None = None
-            if name in files:
-                assignment, label = (
-                    files[name],
-                    str(files[name].search.get("name") or Path(name).stem),
-                )
-                label = "dmx" if label == "differentiable" else label
-                kind = files[name].search.get("name")
-                path = f"assignment-{index}.json"
-                shutil.copyfile(name, run.path(path))
-            elif name == "bf16":
-                label = "bf16"
+            if name == "bf16":
+                bench.unquantized()
+            elif name in files:
+                kind = str(files[name].search.get("name") or Path(name).stem)
+                label = LABELS.get(kind, kind)
+                bench.rows(label, f"assignment-{index}.json", lambda n=name: (files[n], {}))  # type: ignore[misc]
             else:
                 block_format = get_mx_format(name, setting="assignments")
-                assignment = uniform_assignment(
-                    loaded.model, block_format, SearchConfig(name="uniform")
-                )
-                label, kind = f"uniform {block_format}", "uniform"
-                path = f"uniform-{block_format}.json"
-                assignment.save(run.path(path))
-            for operands in config.evaluation.operands if assignment is not None else ["W+A"]:
-                measured = partial(
-                    _measure, run, loaded, tokens, config,
-                    label=label, operands=operands, assignment=assignment, path=path, search=kind,
-                )  # fmt: skip
-                run.row(f"{index}-{operands}", measured)
-        run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
+                bench.uniform(block_format, SearchConfig(name="uniform"))
         run.finish(seed=None, verdict=None)
-
-
-def _measure(
-    run: Run, loaded: LoadedModel, tokens: Tensor | None, config: EvaluateRun, *,
-    label: str, operands: str, assignment: Assignment | None, path: str | None, search: str | None,
-) -> dict[str, Any]:  # fmt: skip
-    row = run.measure(
-        loaded.model, tokens, config.evaluation,
-        label=label, operands=operands, assignment=assignment, path=path, search=search,
-    )  # fmt: skip
-    return row | measure_zero_shot(
-        run, loaded.model, loaded.tokenizer, config.eval, assignment, operands, label=label
-    )
 
 
 if __name__ == "__main__":

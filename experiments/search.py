@@ -26,7 +26,9 @@ def main(cfg: DictConfig) -> float | None:
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
-        bench = Bench(run, config.model, config.data, config.calibration, config.evaluation)
+        bench = Bench(
+            run, config.model, config.data, config.evaluation, calibration=config.calibration
+        )
         if "bf16" in config.baselines:
             bench.unquantized()
         if "uniform" in config.baselines:
