@@ -58,24 +58,11 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
     register()
 
     def decorate(task: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        # Launchers send this closure to other processes by value, so it names nothing but
+        # functions that can be sent by name.
         @functools.wraps(task)
         def guarded(cfg: DictConfig) -> Any:
-            try:
-                return task(cfg)
-            except Exception as error:
-                if HydraConfig.get().mode == RunMode.MULTIRUN:
-                    write_error(Path(HydraConfig.get().runtime.output_dir), config_name, error)
-                    raise
-                if not isinstance(error, DmxError):
-                    raise
-                console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-                console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-                sys.exit(2)
-            except KeyboardInterrupt:
-                console.print(
-                    "interrupted; the same command in the same run.folder goes on from here"
-                )
-                sys.exit(130)
+            return _guard(task, config_name, cfg)
 
         main: Callable[[], None] = hydra.main(
             version_base="1.3", config_path=str(CONFIGS), config_name=config_name
@@ -83,6 +70,23 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
         return main
 
     return decorate
+
+
+def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> Any:
+    try:
+        return task(cfg)
+    except Exception as error:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            write_error(Path(HydraConfig.get().runtime.output_dir), command, error)
+            raise
+        if not isinstance(error, DmxError):
+            raise
+        console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command in the same run.folder goes on from here")
+        sys.exit(130)
 
 
 class Run:
