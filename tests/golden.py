@@ -53,7 +53,9 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
     if not same.all():
         index = tuple((~same).nonzero()[0].tolist())
         bad = int((~same).sum())
-        raise AssertionError(f"{bad} of {same.numel()} differ, first at {index}: {a[index]} != {e[index]}")
+        raise AssertionError(
+            f"{bad} of {same.numel()} differ, first at {index}: {a[index]} != {e[index]}"
+        )
 
 
 def sha256_of_bits(values: Tensor) -> str:

@@ -87,7 +87,11 @@ def test_stops_equal_the_formats_on_random_bits(family, dtype):
     generator = torch.Generator().manual_seed(0)
     width = torch.int32 if dtype == torch.float32 else torch.int16
     bounds = (-(2**31), 2**31) if dtype == torch.float32 else (-(2**15), 2**15)
-    x = torch.randint(*bounds, (256, 64), generator=generator, dtype=torch.int64).to(width).view(dtype)
+    x = (
+        torch.randint(*bounds, (256, 64), generator=generator, dtype=torch.int64)
+        .to(width)
+        .view(dtype)
+    )
     # Blocks of one binade apiece, else the largest exponent drowns the rest.
     scaled = torch.randn(256, 64, generator=generator) * 2.0 ** torch.arange(-128, 128)[:, None]
     for values in (x, scaled.to(dtype)):
