@@ -285,3 +285,19 @@ def kl_rows(
     return numerics.kl_rows(
         reference, logits, gradient=gradient, scale=scale, normalized=normalized
     )
+
+
+@torch.no_grad()
+def add_fisher(grad: Tensor, exact: Tensor, quantized: Tensor, sums: Tensor) -> None:
+    """One sum of squared gradients times squared errors; see `dmx.numerics.add_fisher`."""
+    if not grad.shape == exact.shape == quantized.shape:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (grad, exact, quantized))
+        raise ValueError(f"grad, exact and quantized must have one shape, got {shapes}")
+    if sums.ndim != 1 or not sums.is_contiguous() or sums.dtype != torch.float32:
+        raise ValueError(
+            f"sums must be (n,) float32 without gaps, got {tuple(sums.shape)} {sums.dtype}"
+        )
+    if choose_backend(grad.device) == "triton":
+        _triton_loss().add_fisher(grad, exact, quantized, sums)
+    else:
+        numerics.add_fisher(grad, exact, quantized, sums)

@@ -120,3 +120,33 @@ def kl_rows(reference: Tensor, logits: Tensor, gradient: Tensor | None, scale: f
                 NEEDS_GRADIENT=gradient is not None, TILE=TILE, num_warps=WARPS,
             )  # fmt: skip
     return losses
+
+
+@triton.jit
+def _fisher_kernel(
+    grad_ptr, exact_ptr, quantized_ptr, sums_ptr, n, PROGRAMS: tl.constexpr, TILE: tl.constexpr
+):
+    program = tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    total = tl.zeros((TILE,), tl.float32)
+    start = program.to(tl.int64) * TILE
+    while start < n:
+        at = tl.multiple_of(start, TILE) + lane
+        mask = at < n
+        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        exact = tl.load(exact_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        error = tl.load(quantized_ptr + at, mask=mask, other=0.0).to(tl.float32) - exact
+        total += (grad * grad) * (error * error)
+        start += PROGRAMS * TILE
+    # Launches of one stream follow each other: nobody else adds to this program's sum.
+    tl.store(sums_ptr + program, tl.load(sums_ptr + program) + tl.sum(total, axis=0))
+
+
+def add_fisher(grad: Tensor, exact: Tensor, quantized: Tensor, sums: Tensor) -> None:
+    """See `dmx.numerics.add_fisher`; arguments are checked by the door."""
+    if grad.numel():
+        with torch.cuda.device_of(grad):
+            _fisher_kernel[(sums.numel(),)](
+                grad.contiguous(), exact.contiguous(), quantized.contiguous(), sums,
+                grad.numel(), PROGRAMS=sums.numel(), TILE=2048, num_warps=8,
+            )  # fmt: skip

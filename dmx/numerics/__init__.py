@@ -8,6 +8,7 @@ from dmx.numerics.continuous import (
     path_parameters,
 )
 from dmx.numerics.errors import (
+    add_fisher,
     cross_entropy_rows,
     kl_divergence,
     kl_rows,
@@ -22,6 +23,7 @@ from dmx.numerics.scaling import amax_to_scale_exponent
 __all__ = [
     "MXTensor",
     "PathParameters",
+    "add_fisher",
     "amax_to_scale_exponent",
     "codes_to_element",
     "continuous_derivatives",

@@ -102,3 +102,14 @@ def kl_rows(
         if gradient is not None:
             gradient[part] = log_p.exp_().sub_(q).mul_(scale)
     return losses
+
+
+def add_fisher(grad: Tensor, exact: Tensor, quantized: Tensor, sums: Tensor) -> None:
+    """Adds sum of grad**2 * (quantized - exact)**2 to `sums`, spread over it in any way.
+
+    Args:
+        grad, exact, quantized: one shape; computed in float32.
+        sums: (n,) float32; n > 0. Its own sum is the result.
+    """
+    error = quantized.float() - exact.float()
+    sums[0] += torch.dot(grad.float().square().flatten(), error.square_().flatten())

@@ -40,6 +40,8 @@ from dmx.searching.scores import ScoreFile, code_version
 
 STACKED_LOGITS = {"cuda": 1 << 31, "cpu": 1 << 27}
 """Logits of disturbed models held at once, by device type."""
+PARTIAL_SUMS = 512
+"""Partial sums of a score: programs of a kernel add to their own, in an order that stays."""
 
 
 def uniform_choice(space: SearchSpace, budget: Budget) -> np.ndarray:
@@ -275,9 +277,11 @@ class Scan:
         ):
             for index in range(done, len(self.batches)):
                 tokens = self.batches[index].to(self.device)
-                totals = torch.zeros(n_units, len(formats), dtype=torch.float32, device=self.device)
+                totals = torch.zeros(
+                    n_units, len(formats), PARTIAL_SUMS, dtype=torch.float32, device=self.device
+                )
                 self._fisher_pass(bank, tokens, formats, totals)
-                sums += totals.double().cpu().numpy() / len(self.batches)
+                sums += totals.double().sum(-1).cpu().numpy() / len(self.batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
                 advance("")
@@ -285,7 +289,7 @@ class Scan:
     def _fisher_pass(
         self, bank: Bank, tokens: Tensor, formats: list[BlockFormat], totals: Tensor
     ) -> None:
-        """One forward and backward of the unquantized model, which adds to totals (U, F)."""
+        """One forward and backward of the unquantized model, which adds to totals (U, F, :)."""
         bank.set_full()
         handles = []
 
@@ -346,14 +350,12 @@ def _add_fisher(
     totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
-    squared = grad.float().square()
     for column, block_format in enumerate(formats):
         quantized = F.linear(
             ops.fake_quant(x, block_format, scale_rule=scale_rule),
             ops.fake_quant(layer.weight, block_format, scale_rule=scale_rule),
         )
-        error = quantized.float() - exact.float()
-        totals[layer.unit, column] += torch.dot(squared.flatten(), error.square_().flatten())
+        ops.add_fisher(grad, exact, quantized, totals[layer.unit, column])
 
 
 def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:

@@ -82,6 +82,28 @@ def test_equal_rows_have_no_divergence_and_nan_stays_in_its_row(device):
         assert losses[6].isnan() and losses[[0, 1, 2, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("device", ON_ALL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (64, 4097)])
+def test_fisher_sums_are_those_of_float64_and_add_up(shape, dtype, device):
+    generator = torch.Generator().manual_seed(0)
+    grad, exact, error = (torch.randn(shape, generator=generator).to(dtype) for _ in range(3))
+    grad = grad.transpose(0, 1).contiguous().transpose(0, 1)  # gradients may have gaps
+    quantized = exact + error / 8
+    expected = (grad.double() * (quantized.double() - exact.double())).square().sum()
+    sums = torch.zeros(512, device=device)
+    tensors = [x.to(device) for x in (grad, exact, quantized)]
+    ops.add_fisher(*tensors, sums)
+    torch.testing.assert_close(sums.double().sum().cpu(), expected, rtol=1e-5, atol=0)
+    once = sums.clone()
+    ops.add_fisher(*tensors, sums)
+    assert torch.equal(sums, once + once)
+    with pytest.raises(ValueError, match="must have one shape"):
+        ops.add_fisher(tensors[0][:1], *tensors[1:], sums)
+    with pytest.raises(ValueError, match=r"sums must be \(n,\) float32"):
+        ops.add_fisher(*tensors, sums.double())
+
+
 def test_wrong_rows_are_named():
     logits, targets = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"logits must be \(rows, vocab\), got \(3, 8, 1\)"):
