@@ -1,0 +1,53 @@
+"""The speed table: fits, targets and a run of the script on a tiny model."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", SCRIPTS / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_exponents_are_slopes_in_logarithms_and_skip_what_is_missing(bench):
+    rows = [{"size": n, "seconds": 3 * n**1.5} for n in (1, 2, 4)]
+    assert bench.exponent(rows, "seconds") == "1.50"
+    assert bench.exponent([*rows, {"size": 8, "seconds": None}], "seconds") == "1.50"
+    assert bench.exponent(rows[:1], "seconds") == "-"
+
+
+def test_a_target_takes_the_worst_value_and_says_what_is_not_measured(bench):
+    assert bench.check_of("a", [0.95, 0.89], 0.9, at_least=True)[2:] == ["0.89", "**no**"]
+    assert bench.check_of("a", [1.0, 1.4], 1.5, at_least=False)[2:] == ["1.40", "yes"]
+    assert bench.check_of("a", [], 1.5, at_least=False)[2:] == ["not measured", "-"]
+    assert bench.check_of("a", [1.0, float("nan")], 1.5, at_least=False)[3] == "-"
+
+
+def test_the_report_is_made_again_from_the_kept_numbers(bench, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path), *arguments])
+        bench.main()
+
+    run("--tiny", "--device", "cpu", "--only", "scans", "steps")
+    text = (tmp_path / "bench.md").read_text()
+    kept = json.loads((tmp_path / "bench.json").read_text())["cpu"]
+    assert set(kept) == {"scans", "steps"}
+    assert {row["search"] for row in kept["scans"]["rows"]} >= {"kl", "fisher"}
+    assert all(row["search_seconds"] > 0 for row in kept["steps"]["rows"])
+    assert "| tiny | 2 x 32 | kl |" in text and "not measured" in text
+    (tmp_path / "bench.md").unlink()
+    run("--report")
+    assert (tmp_path / "bench.md").read_text() == text
+    row = kept["steps"]["rows"][0] | {"search_seconds": None, "search_mib": None, "graph": None}
+    kept["steps"]["rows"] = [row]
+    assert "out of memory" in bench.report({"cpu": kept})
