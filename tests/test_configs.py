@@ -10,6 +10,7 @@ from dmx.budget import Budget
 from dmx.errors import DmxError
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
+from dmx.searching.config import SEARCHES
 from experiments._config import (
     CONFIGS,
     ConfigError,
@@ -82,6 +83,11 @@ def searchable_experiments():
 def test_every_experiment_composes_over_the_search(name):
     run = built(f"experiment={name}")
     assert run.run.folder and run.search.steps >= 1
+
+
+def test_every_search_and_its_settings_have_a_file():
+    assert set(SEARCHES) | {"cosine"} == set(FILES["search"])
+    assert all(built(f"search={name}").search.name == name for name in SEARCHES)
 
 
 def test_the_demo_is_what_it_promises():
