@@ -15,6 +15,7 @@ from dmx.assignment import Assignment
 from dmx.budget import linear_layers
 from dmx.errors import ModelError
 from dmx.models import check_searchable
+from dmx.numerics.mx import INPUT_DTYPES
 from dmx.quantizers import BlockQuantizer, Quantizer
 
 
@@ -160,7 +161,7 @@ def apply(
         The model.
 
     Raises:
-        ModelError: already applied, quantized otherwise, a PEFT model, or neither operand.
+        ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
         AssignmentError: the assignment is for another model.
     """
     if is_applied(model):
@@ -189,6 +190,11 @@ def apply(
     def make(name: str, linear: nn.Linear) -> QuantLinear | None:
         if name not in assignment.formats:
             return None
+        if linear.weight.dtype not in INPUT_DTYPES:
+            raise ModelError(
+                f"{name} is {str(linear.weight.dtype).removeprefix('torch.')}; formats are defined "
+                "on float32, bfloat16 and float16. Convert the model first: model.float()"
+            )
         return QuantLinear.wrap(
             linear,
             quantizer(name, "weight") if weights else None,

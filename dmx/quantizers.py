@@ -93,22 +93,26 @@ def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Te
 
     Args:
         x: fp32, bf16 or fp16; blocks of 32 along the last axis.
-        offset: 0-d float32 in [0, 2].
+        offset: 0-d float32 in [0, 2], on the device of x.
 
     Returns:
         Shape and dtype of x.
 
     Raises:
-        TypeError: dtype of x or of offset. ValueError: offset is not 0-d.
+        TypeError: dtype of x or of offset. ValueError: offset is not 0-d, or outside [0, 2]; the
+        range is checked on the CPU only, since reading a value from a GPU would wait for it.
         FormatError: unknown family.
 
     Source: dMX, arXiv 2606.04115; formulas in `dmx.numerics.continuous`.
     """
     check_input(x)
-    if offset.dtype != torch.float32:
-        raise TypeError(f"offset must be float32, got {offset.dtype}")
+    if not isinstance(offset, Tensor) or offset.dtype != torch.float32:
+        found = offset.dtype if isinstance(offset, Tensor) else type(offset).__name__
+        raise TypeError(f"offset must be float32, got {found}; use torch.tensor(1.0)")
     if offset.ndim != 0:
         raise ValueError(f"offset must be 0-d, got shape {tuple(offset.shape)}")
+    if offset.device.type == "cpu" and not 0 <= (value := offset.item()) <= 2:
+        raise ValueError(f"offset must lie in [0, 2], got {value:g}; clamp it first")
     result: Tensor = _ContinuousFakeQuant.apply(x, offset, path_parameters(offset, family))
     return result
 

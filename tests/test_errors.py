@@ -1,5 +1,8 @@
 """One family of errors, and quantizers that refuse what they cannot do, in words."""
 
+import copy
+import math
+
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ def test_every_error_of_the_library_is_a_value_error_of_one_family(name):
 def test_importing_the_package_shows_its_names_and_no_hydra():
     assert {
         "Assignment", "Budget", "SearchConfig", "SearchResult", "apply", "continuous_fake_quant",
-        "fake_quant", "kl_divergence", "perplexity", "quantize", "restore", "search",
+        "fake_quant", "kl_divergence", "perplexity", "quantize", "restore", "search", "zero_shot",
     } <= set(dmx.__all__)  # fmt: skip
     assert all(hasattr(dmx, name) for name in dmx.__all__)
 
@@ -61,6 +64,19 @@ X = torch.randn(3, 64)
         (
             lambda: dmx.continuous_fake_quant(X, torch.ones(1), "mxfp6_mxfp4"),
             ValueError, r"offset must be 0-d, got shape \(1,\)",
+        ),
+        (
+            lambda: dmx.continuous_fake_quant(X, 1.0, "mxfp6_mxfp4"),
+            TypeError, r"offset must be float32, got float; use torch\.tensor",
+        ),
+        *(
+            (
+                lambda value=value: dmx.continuous_fake_quant(
+                    X, torch.tensor(value), "mxfp6_mxfp4"
+                ),
+                ValueError, rf"offset must lie in \[0, 2\], got {value:g}; clamp",
+            )
+            for value in (-0.01, 2.01, math.nan)
         ),
         (
             lambda: dmx.continuous_fake_quant(X, torch.tensor(1.0), "mxfp4_mxfp8"),
@@ -119,3 +135,26 @@ def test_a_text_that_cannot_be_measured_is_refused(tokens, window, words, tiny_r
         dmx.perplexity(tiny_random.model, tokens, window=window)
     with pytest.raises(DataError, match=words):
         dmx.kl_divergence(tiny_random.model, torch.nn.Linear(1, 1), tokens, window=window)
+
+
+def test_a_batch_of_no_windows_is_refused(tiny_random):
+    tokens = torch.zeros(64, dtype=torch.int64)
+    model = tiny_random.model
+    with pytest.raises(DataError, match=r"batch_size=0 measures nothing"):
+        dmx.perplexity(model, tokens, window=64, batch_size=0)
+    with pytest.raises(DataError, match=r"batch_size=-1 measures nothing"):
+        dmx.kl_divergence(model, copy.deepcopy(model), tokens, window=64, batch_size=-1)
+
+
+def test_models_of_different_vocabularies_have_no_divergence(tiny_random, make_tiny):
+    other = make_tiny("llama", vocab_size=320).model
+    with pytest.raises(DataError, match=r"vocabularies of 288 and 320 tokens.*one tokenizer"):
+        dmx.kl_divergence(tiny_random.model, other, torch.zeros(64).long(), window=64)
+
+
+def test_a_bare_number_is_no_budget_and_a_dict_no_config(tiny_random):
+    batches = [torch.zeros(2, 16, dtype=torch.int64)]
+    with pytest.raises(TypeError, match=r"budget must be a dmx\.Budget, got 5\.0: dmx\.Budget"):
+        dmx.search(tiny_random.model, batches, 5.0, dmx.SearchConfig())
+    with pytest.raises(TypeError, match=r"config must be a dmx\.SearchConfig, got \{\}"):
+        dmx.search(tiny_random.model, batches, dmx.Budget(5.0), {})

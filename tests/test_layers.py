@@ -260,6 +260,15 @@ def test_search_layers_are_gone_after_the_block_whatever_happens(tiny_random):
     assert dict(model.named_modules()) == before
 
 
+def test_a_float64_model_is_refused_and_left_as_it_was(tiny_random):
+    model = tiny_random.model
+    assignment = mixed(model)[2]
+    before = dict(model.double().named_modules())
+    with pytest.raises(ModelError, match=r"q_proj is float64; .*model\.float\(\)"):
+        dmx.apply(model, assignment)
+    assert dict(model.named_modules()) == before and not is_applied(model)
+
+
 def test_an_assignment_of_another_shape_is_refused_at_apply(tiny_random, make_tiny):
     other = make_tiny("llama", hidden_size=96, heads=6).model
     with pytest.raises(AssignmentError, match=r"for another model"):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.errors import DataError
-from dmx.evaluate.perplexity import cut_windows
+from dmx.evaluate.perplexity import cut_windows, split_windows
 from dmx.numerics.errors import token_kl_divergence
 from dmx.searching.objective import model_logits
 
@@ -25,7 +25,8 @@ def kl_divergence(
         reference_model: another object than `model`, since an assignment is applied in place.
 
     Raises:
-        DataError: see `dmx.evaluate.perplexity.cut_windows`; or both models are one object.
+        DataError: see `dmx.evaluate.perplexity.cut_windows`; batch_size is below 1; both models are
+        one object, or have different vocabularies.
     """
     if model is reference_model:
         raise DataError(
@@ -33,17 +34,24 @@ def kl_divergence(
             "assignment to a copy (copy.deepcopy(model)) and compare that with the original"
         )
     windows = cut_windows(model, tokens, window)
+    batches = split_windows(windows, batch_size)
     device = next(model.parameters()).device
     modes = model.training, reference_model.training
     model.eval()
     reference_model.eval()
     total = 0.0
     try:
-        for batch in windows.split(batch_size):
+        for batch in batches:
             logits = model_logits(model, batch.to(device))
             reference = model_logits(
                 reference_model, batch.to(next(reference_model.parameters()).device)
             ).to(device)
+            if logits.shape != reference.shape:
+                raise DataError(
+                    f"model and reference_model have vocabularies of {logits.shape[-1]} and "
+                    f"{reference.shape[-1]} tokens: their divergence is not defined. Compare models "
+                    "with one tokenizer."
+                )
             for row, reference_row in zip(logits, reference, strict=True):
                 total += float(token_kl_divergence(reference_row, row).sum(dtype=torch.float64))
     finally:

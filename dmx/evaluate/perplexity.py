@@ -41,17 +41,27 @@ def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
     return tokens[: len(tokens) // window * window].reshape(-1, window)
 
 
+def split_windows(windows: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+    """(n_windows, window) in batches of `batch_size` windows, the last one perhaps smaller.
+
+    Raises:
+        DataError: batch_size is below 1.
+    """
+    if batch_size < 1:
+        raise DataError(f"batch_size={batch_size} measures nothing; choose at least 1")
+    return windows.split(batch_size)
+
+
 @torch.inference_mode()
 def window_losses(
     model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8, label: str = ""
 ) -> Tensor:
     """Mean negative log likelihood of each window; (n_windows,) float64 on the CPU, nats/token."""
-    windows = cut_windows(model, tokens, window)
+    batches = split_windows(cut_windows(model, tokens, window), batch_size)
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
     losses = []
-    batches = windows.split(batch_size)
     try:
         with progress(f"evaluate {label}".strip(), len(batches)) as advance:
             for batch in batches:
@@ -81,7 +91,7 @@ def perplexity(
         batch_size: windows at once; changes memory and time, not the result beyond rounding.
 
     Raises:
-        DataError: see `cut_windows`.
+        DataError: see `cut_windows`; or batch_size is below 1.
     """
     losses = window_losses(model, tokens, window=window, batch_size=batch_size)
     return math.exp(float(losses.mean()))

@@ -72,9 +72,16 @@ def search(
         exception.
 
     Raises:
-        BudgetError: unreachable budget. ModelError, FormatError, DataError: see their messages.
+        TypeError: budget or config is not of its class. BudgetError: unreachable. ModelError, FormatError, DataError: see their messages.
         RunError: the folder holds another search, or cannot be written.
     """
+    if not isinstance(budget, Budget):
+        raise TypeError(
+            f"budget must be a dmx.Budget, got {budget!r}: dmx.Budget(5.0), or "
+            'dmx.Budget(5.25, unit="bits_per_element")'
+        )
+    if not isinstance(config, SearchConfig):
+        raise TypeError(f"config must be a dmx.SearchConfig, got {config!r}: dmx.SearchConfig()")
     _check_weights(model)
     space = search_space(model, config)
     space.check_budget(budget)
