@@ -11,7 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
-_ALL_FORMATS = frozenset({"mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2"})
+_TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
+_QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
+_ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
 
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of sibling modules that vLLM joins to one linear layer."""
@@ -46,14 +48,14 @@ TARGETS: dict[str, Target] = {
         needs_fused_units=True,
     ),
     "compressed_tensors, profile transformers": Target(
-        _VLLM_FORMATS | {"mxfp6_e2m3"},
-        (Loader("transformers", _VLLM_FORMATS | {"mxfp6_e2m3"}),),
+        _TRANSFORMERS_FORMATS,
+        (Loader("transformers", _TRANSFORMERS_FORMATS),),
     ),
     "quark": Target(
-        _ALL_FORMATS - {"mxfp8_e5m2"},
+        _QUARK_FORMATS,
         (
-            Loader("vLLM", _ALL_FORMATS - {"mxfp8_e5m2"}, True),
-            Loader("transformers + amd-quark", _ALL_FORMATS - {"mxfp8_e5m2", "mxfp8_e4m3"}),
+            Loader("vLLM", _QUARK_FORMATS, True),
+            Loader("transformers + amd-quark", _QUARK_FORMATS - {"mxfp8_e4m3"}),
         ),
     ),
     "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),
@@ -61,29 +63,33 @@ TARGETS: dict[str, Target] = {
 """Target name -> what it holds and who loads it (compressed-tensors >= 0.20 for MXFP6)."""
 
 
-def split_groups(formats: Mapping[str, str]) -> list[str]:
+def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) -> list[str]:
     """Fused groups whose layers differ in format, as `parent.{q_proj,k_proj,v_proj}`, in layer
-    order.
+    order. A group that is quantized in part is split, too.
 
     Args:
         formats: layer name -> block format name.
+        unquantized: layers in BF16 that `formats` does not name.
     """
+    whole = {**dict.fromkeys(unquantized, "bf16"), **formats}
     split: dict[str, None] = {}
-    for layer in formats:
+    for layer in whole:
         parent, _, leaf = layer.rpartition(".")
         for group in FUSED_GROUPS:
             if leaf in group:
-                found = {formats.get(f"{parent}.{name}", formats[layer]) for name in group}
-                if len(found) > 1:
+                members = [f"{parent}.{name}" for name in group]
+                if len({whole[m] for m in members if m in whole}) > 1:
                     split[f"{parent}.{{{','.join(group)}}}"] = None
     return list(split)
 
 
-def obstacles(formats: Mapping[str, str], target: Target, loader: Loader) -> list[str]:
+def obstacles(
+    formats: Mapping[str, str], target: Target, loader: Loader, unquantized: Iterable[str] = ()
+) -> list[str]:
     """Why `loader` cannot read this assignment from `target`; empty when it can.
 
     Args:
-        formats: layer name -> block format name, of a whole assignment.
+        formats, unquantized: those of a whole assignment.
     """
     used = set(formats.values()) - {"bf16"}
     reasons = []
@@ -91,7 +97,8 @@ def obstacles(formats: Mapping[str, str], target: Target, loader: Loader) -> lis
         reasons.append(f"the layout does not hold {_join(missing)}")
     if unread := sorted((used & target.formats) - loader.formats):
         reasons.append(f"{loader.name} does not read {_join(unread)} from it")
-    if (target.needs_fused_units or loader.needs_fused_units) and (split := split_groups(formats)):
+    fused = target.needs_fused_units or loader.needs_fused_units
+    if fused and (split := split_groups(formats, unquantized)):
         reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
     return reasons
 
@@ -100,17 +107,14 @@ def _join(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-@dataclass(frozen=True)
-class SearchTarget:
-    """What `search.target` restricts a search to, so that nobody finds out at export."""
-
-    formats: frozenset[str]
-    needs_fused_units: bool
+def _loader(target: str, name: str) -> Loader:
+    return next(loader for loader in TARGETS[target].loaders if loader.name == name)
 
 
 SEARCH_TARGETS = {
-    "vllm": SearchTarget(_VLLM_FORMATS, True),
-    "vllm_quark": SearchTarget(_ALL_FORMATS - {"mxfp8_e5m2"}, True),
-    "transformers": SearchTarget(_VLLM_FORMATS | {"mxfp6_e2m3"}, False),
+    "vllm": _loader("compressed_tensors, profile vllm", "vLLM"),
+    "vllm_quark": _loader("quark", "vLLM"),
+    "transformers": _loader("compressed_tensors, profile transformers", "transformers"),
 }
-"""search.target -> candidates that the runtime loads; `any` restricts nothing."""
+"""What `search.target` restricts a search to, so that nobody finds out at export; `any` restricts
+nothing."""

@@ -6,7 +6,15 @@ from typing import Any
 
 from dmx.budget import Units, Weighting
 from dmx.errors import DmxError, FormatError
-from dmx.formats import FAMILIES, SCALE_RULES, Family, ScaleRule, check_choice, get_family
+from dmx.formats import (
+    FAMILIES,
+    SCALE_RULES,
+    Family,
+    ScaleRule,
+    check_choice,
+    get_block_format,
+    get_family,
+)
 from dmx.targets import SEARCH_TARGETS
 
 SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
@@ -140,6 +148,13 @@ class SearchConfig:
                 f"search.target={self.target} cannot load {', '.join(refused)} of "
                 f"search.family={self.family}. Families that it loads: {', '.join(fitting) or 'none'}."
             )
+        for pattern, name in self.fixed.items():
+            fixed = get_block_format(name, setting=f"search.fixed[{pattern!r}]")
+            if fixed.element is not None and fixed.name not in target.formats:
+                raise FormatError(
+                    f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
+                    f"It loads: bf16, {', '.join(sorted(target.formats))}."
+                )
 
     @property
     def format_family(self) -> Family:

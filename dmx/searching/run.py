@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dmx.assignment import Assignment, make_assignment
 from dmx.budget import Budget, SearchSpace, build_space
-from dmx.errors import ModelError
+from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.layers import is_applied
@@ -23,6 +23,7 @@ from dmx.searching.config import SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan, heuristic_choice
 from dmx.searching.result import SearchResult
+from dmx.targets import SEARCH_TARGETS, split_groups
 
 
 def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
@@ -30,12 +31,12 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
 
     Raises:
         ModelError: quantized, PEFT, mostly outside nn.Linear, nothing to search, a pattern that
-            matches nothing.
+            matches nothing. FormatError: patterns that split a group which the target fuses.
     """
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     check_searchable(model, allow_unsearched=config.allow_unsearched)
-    return build_space(
+    space = build_space(
         model,
         config.format_family.formats,
         units=config.units,
@@ -44,6 +45,21 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
     )
+    if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
+        _check_groups(space, config)
+    return space
+
+
+def _check_groups(space: SearchSpace, config: SearchConfig) -> None:
+    """Raise FormatError where exclude or fixed take only some layers of a fused group."""
+    formats = {layer: "searched" for unit in space.units for layer in unit.layers}
+    formats |= {layer: block_format.name for layer, block_format in space.fixed.items()}
+    if split := split_groups(formats, space.unquantized):
+        raise FormatError(
+            f"search.target={config.target} runs each fused group as one product, and search.exclude "
+            f"or search.fixed take some of its layers only in {len(split)} groups, first {split[0]}. "
+            "Name all layers of a group, or none."
+        )
 
 
 def search(
@@ -146,7 +162,7 @@ def uniform_assignment(
 ) -> Assignment:
     """Every searched layer in one format, whatever the family of the config."""
     space = search_space(model, config)
-    alone = SearchSpace(**{**space.__dict__, "formats": (block_format,)})
+    alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
     summary = {"name": "uniform", "family": None, "seed": config.seed}
     return make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)

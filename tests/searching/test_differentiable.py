@@ -15,7 +15,7 @@ import dmx
 from dmx.assignment import make_assignment
 from dmx.budget import Budget, build_space, is_maximal
 from dmx.data import DataConfig, encode, load_text, token_batches
-from dmx.errors import DmxError, ModelError, RunError
+from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, search_space, uniform_assignment
 from dmx.searching.differentiable import STATE_FILE
@@ -399,12 +399,38 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
             {"target": "vllm", "family": "mxfp8_mxfp4", "units": "layer"},
             r"needs search\.units=fused",
         ),
+        (
+            {"target": "vllm", "family": "mxfp8_mxfp4", "fixed": {"*.o_proj": "mxfp6"}},
+            r"search\.target=vllm cannot load mxfp6_e2m3 of search\.fixed\['\*\.o_proj'\]. It loads",
+        ),
         ({"target": "ollama"}, r"search\.target='ollama'.*any, vllm"),
     ],
 )
 def test_impossible_settings_are_refused(options, words):
     with pytest.raises(DmxError, match=words):
         SearchConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "splits"),
+    [
+        ({"exclude": ["*.k_proj"]}, True),
+        ({"fixed": {"*.up_proj": "mxfp8"}}, True),
+        ({"fixed": {"*.up_proj": "bf16"}}, True),
+        ({"exclude": ["*.[qkv]_proj"], "fixed": {"*.gate_proj": "mxfp8", "*.up_proj": "mxfp8"}}, False),
+        ({"exclude": ["*.o_proj"]}, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_target_that_fuses_layers_refuses_patterns_that_split_a_group(options, splits, tiny):
+    model, _ = tiny
+    search_space(model, SearchConfig(family="mxfp8_mxfp4", **options))
+    config = SearchConfig(family="mxfp8_mxfp4", target="vllm", **options)
+    if not splits:
+        assert search_space(model, config).units
+        return
+    with pytest.raises(FormatError, match=r"search\.target=vllm runs each fused group.*\{.*\}"):
+        search_space(model, config)
 
 
 @pytest.mark.parametrize("name", ["differentiable", "kl", "random", "uniform"])
