@@ -25,6 +25,7 @@ from dmx.formats import BLOCK_FORMATS
 from dmx.targets import TARGETS, obstacles
 from experiments import _plots
 from experiments._results import (
+    SIGNIFICANT,
     Accuracy,
     Difference,
     Group,
@@ -522,7 +523,7 @@ def _item_differences(groups: Sequence[Group], tasks: Sequence[str]) -> Html | N
     )
     note = (
         "Differences in percentage points, paired item by item, ± their standard error; those "
-        "beyond two standard errors are bold. The best other is the most accurate other quantized "
+        f"beyond {SIGNIFICANT:g} standard error{'s' if SIGNIFICANT != 1 else ''} are bold. The best other is the most accurate other quantized "
         "row on that task; it is named when pointed at."
     )
     return el("div", el("h3", "Item by item"), _table(head, body), el("p", note, cls="note"))
@@ -800,7 +801,11 @@ def _targets_table(groups: Sequence[Group], assignments: Mapping[str, Mapping[st
             cells = []
             for group in shown:
                 paths = [row["assignment"] for row in group.rows if row.get("assignment")]
-                found = [obstacles(assignments[path]["formats"], target, loader) for path in paths]
+                given = [assignments[path] for path in paths]
+                found = [
+                    obstacles(a["formats"], target, loader, a.get("unquantized") or ())
+                    for a in given
+                ]
                 good = sum(not reasons for reasons in found)
                 why = next(("; ".join(reasons) for reasons in found if reasons), None)
                 if good == len(found):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dmx.evaluate.harness import paired_difference as items_difference
+from dmx.evaluate.harness import paired_difference as mean_difference
 
 Row = Mapping[str, Any]
 
@@ -139,13 +139,12 @@ def paired_difference(group: Group, reference: Group) -> Difference:
     if len(ours) != len(theirs):
         reason = f"measured on {len(ours)} and {len(theirs)} windows"
         return Difference(None, None, 0, reference.title, reason)
-    delta = ours - theirs
-    if len(delta) < 2:
+    mean, stderr, count = mean_difference(ours.tolist(), theirs.tolist())
+    if stderr is None:
         reason = "one window gives no standard error"
-        return Difference(float(delta[0]), None, 1, reference.title, reason)
-    stderr = float(delta.std(ddof=1) / math.sqrt(len(delta)))
+        return Difference(mean, None, 1, reference.title, reason)
     noise = math.sqrt(stderr**2 + _seed_variance(group) + _seed_variance(reference))
-    return Difference(float(delta.mean()), stderr, len(delta), reference.title, "", noise)
+    return Difference(mean, stderr, count, reference.title, "", noise)
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def item_difference(group: Group, reference: Group, task: str) -> Difference:
     if len(asked) > 1:
         return Difference(None, None, 0, reference.title, f"{task}: not the same items")
     means = [np.mean([f["items"] for f in found], axis=0) for found in sides]
-    mean, stderr, count = items_difference(*means)
+    mean, stderr, count = mean_difference(*means)
     return Difference(mean, stderr, count, reference.title, "", stderr)
 
 
@@ -248,7 +247,7 @@ def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
 
     Returns:
         dicts with `text`, `difference_nats`, `stderr_nats` (paired, over windows), `beats`
-        (True only beyond two standard errors), `budget`, `against`.
+        (True only beyond SIGNIFICANT standard errors), `budget`, `against`.
     """
     groups = group_rows(results)
     found = []

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from dmx.errors import RunError
+from dmx.formats import MX_FORMATS
 from dmx.targets import TARGETS, obstacles, split_groups
 from experiments._report import (
     difference_text,
@@ -22,7 +23,7 @@ from experiments._report import (
     unit_format,
     write_report,
 )
-from experiments._results import difference_to, group_rows, verdicts
+from experiments._results import SIGNIFICANT, difference_to, group_rows, verdicts
 
 BLOCKS, STEPS, WINDOWS = 30, 150, 140
 SHAPES = {
@@ -273,14 +274,24 @@ def test_headline_gives_difference_and_paired_error(run_folder, page):
 
 def test_difference_within_noise_is_not_called_a_win():
     noise = np.random.default_rng(1).normal(0, 0.1, 50)
+    noise -= noise.mean()
+    stderr = float(noise.std(ddof=1)) / math.sqrt(50)
     budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
-    rows = [
-        row("kl", "kl", np.full(50, 3.4), 5.0, **budget),
-        row("dmx", "differentiable", 3.4 + noise - 0.01, 5.0, **budget),
-    ]
-    (verdict,) = verdicts(rows)
-    assert verdict["beats"] is False
-    assert "cannot be told apart" in verdict["text"]
+
+    def verdict(shift: float) -> dict[str, Any]:
+        rows = [
+            row("kl", "kl", np.full(50, 3.4), 5.0, **budget),
+            row("dmx", "differentiable", 3.4 + noise + shift, 5.0, **budget),
+        ]
+        (found,) = verdicts(rows)
+        return found
+
+    for share, beats, words in (
+        (-0.9, False, "cannot be told apart"), (0.9, False, "cannot be told apart"),
+        (-1.1, True, "beats"), (1.1, False, "does not beat"),
+    ):  # fmt: skip
+        found = verdict(share * SIGNIFICANT * stderr)
+        assert found["beats"] is beats and words in found["text"], share
 
 
 def test_scatter_over_seeds_counts_against_a_claim():
@@ -304,6 +315,7 @@ def test_every_section_is_there(page):
         "Perplexity and bits",
         "The search, step by step",
         "Formats by block and projection",
+        "Where searches agree",
         "Who can load the result",
         "What was asked and what ran",
         "Environment",
@@ -395,6 +407,7 @@ def test_targets_follow_formats_and_fused_groups():
             if not obstacles(formats, t, x)
         }
 
+    assert TARGETS["assignment.json"].formats == {f.name for f in MX_FORMATS}
     everything = {f"{n}/{x.name}" for n, t in TARGETS.items() for x in t.loaders}
     assert (
         loading({q: "mxfp4", k: "mxfp4"})
@@ -404,6 +417,11 @@ def test_targets_follow_formats_and_fused_groups():
     assert split_groups({q: "mxfp4", k: "mxfp8_e4m3"}) == [
         "model.layers.0.self_attn.{q_proj,k_proj,v_proj}"
     ]
+    # A layer in BF16 beside quantized ones splits its group as another format does.
+    assert not split_groups({q: "mxfp4"}) and split_groups({q: "mxfp4"}, [k, "lm_head"])
+    vllm = TARGETS["compressed_tensors, profile vllm"]
+    assert not obstacles({q: "mxfp4"}, vllm, vllm.loaders[1], ["lm_head"])
+    assert obstacles({q: "mxfp4"}, vllm, vllm.loaders[1], [k])
     assert loading({q: "mxfp4", k: "mxfp8_e4m3"}) == {
         "assignment.json/dmx",
         "compressed_tensors, profile transformers/transformers",
