@@ -130,9 +130,10 @@ class Scan:
             "kind": kind, "format": block_format.name, "scale_rule": self.config.scale_rule,
             "units": [[u.name, list(u.layers)] for u in self.space.units],
             "fixed": {k: str(v) for k, v in self.space.fixed.items()}, "code": code_version(),
-            **({} if kind == "weight_mse" else {"score_batches": len(self.batches)}),
-            **self.fingerprint,
+            "score_batches": len(self.batches), **self.fingerprint,
         }  # fmt: skip
+        if kind == "weight_mse":  # weights alone: any data gives the same scores
+            del key["score_batches"], key["batches"]
         return ScoreFile(self.folder, key)
 
     def kl(self, candidates: Sequence[int]) -> np.ndarray:
