@@ -81,6 +81,7 @@ class SearchSpace:
     """Weight shape of every quantized layer, fixed ones included."""
     fixed: Mapping[str, BlockFormat] = field(default_factory=dict)
     fixed_elements: Mapping[str, int] = field(default_factory=dict)
+    """Weight elements of each fixed layer; a weight that several layers share counts once."""
     unquantized: tuple[str, ...] = ()
     """Linear layers that stay in 16 bits."""
     weighting: Weighting = "elements"
@@ -265,13 +266,18 @@ def build_space(
             )
         )
     quantized = {*searched, *fixed_formats}
+    # A weight that a searched layer shares is counted there.
+    first = {id(linears[n].weight): n for n in reversed([*searched, *fixed_formats])}
     return SearchSpace(
         units=tuple(built),
         formats=tuple(formats),
         granularity=units,
         shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in quantized},
         fixed=fixed_formats,
-        fixed_elements={n: linears[n].weight.numel() for n in fixed_formats},
+        fixed_elements={
+            n: linears[n].weight.numel() if first[id(linears[n].weight)] == n else 0
+            for n in fixed_formats
+        },
         unquantized=tuple(unquantized),
         weighting=weighting,
         model_elements=sum(p.numel() for p in model.parameters()),

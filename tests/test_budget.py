@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dmx.assignment import make_assignment
 from dmx.budget import (
     Budget,
     SearchSpace,
@@ -257,6 +258,18 @@ def test_a_shared_weight_counts_once_and_shares_one_choice():
         (("block.c",), 1024),
     ]
     assert space.model_elements == 2048
+
+
+def test_a_shared_weight_of_fixed_layers_counts_once():
+    layers = linears("a", "b", "c", "d")
+    layers["b"].weight = layers["a"].weight
+    layers["d"].weight = layers["c"].weight
+    model, formats = toy(**layers), get_family("mxfp6_mxfp4").formats
+    space = build_space(model, formats, fixed={"*.[abd]": "mxfp8"})
+    assert space.fixed_elements == {"block.a": 1024, "block.b": 0, "block.d": 0}  # d as c
+    assert space.average([0], "element_bits") == 6.0
+    bits = make_assignment(space, np.array([0]), model).bits
+    assert bits["whole_model_bits_per_element"] == bits["bits_per_element"] == 6.25
 
 
 def test_fixed_layers_count_and_bf16_layers_do_not():
