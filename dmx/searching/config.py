@@ -103,17 +103,17 @@ class SearchConfig:
                 raise SearchConfigError(f"search.{name}={value!r} must be a number")
             if not low <= value <= high:
                 raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
-        for name in ("steps", "evaluate_every", "checkpoint_every"):
-            if type(getattr(self, name)) is not int:
-                raise SearchConfigError(
-                    f"search.{name}={getattr(self, name)!r} must be a whole number"
-                )
-            if getattr(self, name) < 1:
-                raise SearchConfigError(f"search.{name}={getattr(self, name)} must be at least 1")
-        if self.score_batches is not None and self.score_batches < 1:
-            raise SearchConfigError(
-                f"search.score_batches={self.score_batches} must be at least 1 or null"
-            )
+        for name, low in (
+            ("steps", 1), ("evaluate_every", 1), ("checkpoint_every", 1), ("score_batches", 1),
+            ("seed", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if name == "score_batches" and value is None:
+                continue
+            if type(value) is not int:
+                raise SearchConfigError(f"search.{name}={value!r} must be a whole number")
+            if value < low:
+                raise SearchConfigError(f"search.{name}={value} must be at least {low}")
         if self.nesterov and self.momentum == 0:
             raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
         if self.name == "differentiable" and self.scale_rule != "floor":

@@ -310,8 +310,7 @@ class DifferentiableSearch:
                 if self.step % config.checkpoint_every == 0:
                     self.save()
         self.save()
-        moved = np.abs(self.raw_rows[-1] - self.raw_rows[0]).max() if self.raw_rows else 0
-        if moved == 0:
+        if np.array_equal(self.raw_rows[-1], self.raw_rows[0]):
             unit = self.space.units[0].name
             self._warn(
                 f"no offset moved in {config.steps} steps ({unit} and {len(self.space.units) - 1} "

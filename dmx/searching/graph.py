@@ -23,10 +23,11 @@ def is_purely_causal(model: nn.Module, length: int) -> bool:
     config: Any = getattr(model, "config", None)
     if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
         return False
-    layer_types = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
-    sliding = any(kind != "full_attention" for kind in layer_types)
-    return not sliding or (window is not None and window >= length)
+    # Configs without layer_types, such as Mistral's, use the window that they state in every layer.
+    default = ["full_attention" if window is None else "sliding_attention"]
+    kinds = set(getattr(config, "layer_types", None) or default) - {"full_attention"}
+    return not kinds or (kinds == {"sliding_attention"} and window is not None and window >= length)
 
 
 @contextmanager

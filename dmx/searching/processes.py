@@ -45,7 +45,3 @@ class Processes:
 
         averaged: Tensor = reduce(value.clone(), reduction="mean")
         return averaged
-
-    def wait(self) -> None:
-        if self.size > 1:
-            torch.distributed.barrier()

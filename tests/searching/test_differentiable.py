@@ -19,6 +19,7 @@ from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, search_space, uniform_assignment
 from dmx.searching.differentiable import STATE_FILE
+from dmx.searching.graph import is_purely_causal
 from dmx.searching.result import SearchResult
 
 
@@ -393,6 +394,10 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"exclude": "*.o_proj"}, r"search\.exclude must be a list of globs"),
         ({"fixed": ["*.o_proj"]}, r"search\.fixed a dict of glob -> format"),
         ({"steps": 0}, r"search\.steps=0 must be at least 1"),
+        ({"score_batches": 0}, r"search\.score_batches=0 must be at least 1"),
+        ({"score_batches": True}, r"search\.score_batches=True must be a whole number"),
+        ({"seed": None}, r"search\.seed=None must be a whole number"),
+        ({"seed": -1}, r"search\.seed=-1 must be at least 0"),
         ({"evaluate_every": 0}, r"search\.evaluate_every=0 must be at least 1"),
         ({"target": "vllm"}, r"search\.target=vllm cannot load mxfp6_e2m3 .*loads: mxfp8_mxfp4"),
         (
@@ -464,6 +469,29 @@ def test_quantized_peft_and_expert_models_are_refused(tiny):
     del mlp.experts
     model._hf_peft_config_loaded = True
     refused("PEFT adapters .*merge_and_unload")
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "causal"),
+    [
+        ({}, 4096, True),
+        ({"sliding_window": 64}, 64, True),
+        ({"sliding_window": 64}, 65, False),
+        ({"sliding_window": None}, 65, True),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": 64}, 65, True),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 64, True),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 65, False),
+        ({"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 64}, 8, False),
+        ({"_attn_implementation": "eager"}, 8, False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_attention_needs_no_mask_only_where_nothing_but_the_future_is_hidden(
+    options, length, causal
+):
+    config = SimpleNamespace(**{"_attn_implementation": "sdpa"} | options)
+    assert is_purely_causal(SimpleNamespace(config=config), length) is causal
+    assert is_purely_causal(SimpleNamespace(), length) is False
 
 
 def test_the_space_of_a_meta_model_is_that_of_the_real_one(tiny):
