@@ -1,0 +1,160 @@
+"""The README.md of an exported folder: what it holds, how to load it, what was and was not checked."""
+
+from collections import Counter
+from typing import Any
+
+from dmx.assignment import Assignment
+from dmx.exporting.recipes import RECIPES
+from dmx.formats import BLOCK_FORMATS
+
+LOADERS = {
+    "compressed_tensors": [
+        ("transformers >= 5 + compressed-tensors >= 0.20", "MXFP4, MXFP6 E2M3, MXFP8 E4M3"),
+        ("vLLM >= 0.33", "MXFP4, MXFP8 E4M3, one format in q/k/v and in gate/up"),
+    ],
+    "quark": [
+        ("transformers >= 5 + amd-quark >= 0.13", "MXFP4, both MXFP6, MXFP8 E4M3"),
+        ("vLLM >= 0.33", "MXFP4, both MXFP6, MXFP8 E4M3, one format in q/k/v and in gate/up"),
+    ],
+    "torchao": [
+        ("transformers >= 5 + torchao >= 0.18", "all five, inputs quantized, emulated product"),
+    ],
+}
+NOT_CHECKED = (
+    "Not checked here: the kernels of vLLM and SGLang, which may round otherwise, and may quantize "
+    "inputs where the folder says weights only."
+)
+_INSTALL = {
+    "compressed_tensors": "compressed-tensors",
+    "quark": "amd-quark",
+    "torchao": "torchao",
+}
+
+
+def _bits_table(assignment: Assignment) -> list[str]:
+    counts = Counter(assignment.formats.values())
+    sizes: Counter[str] = Counter()
+    for layer, name in assignment.formats.items():
+        sizes[name] += assignment.shapes[layer][0] * assignment.shapes[layer][1]
+    lines = ["| format | layers | weights | bits per element |", "|---|---|---|---|"]
+    lines += [
+        f"| {n} | {counts[n]} | {sizes[n]:,} | {f.bits_per_element:g} |"
+        for n, f in BLOCK_FORMATS.items()
+        if counts[n]
+    ]
+    bits = assignment.bits
+    return [
+        *lines,
+        "",
+        f"Average of the quantized layers: {bits['element_bits']:.4f} element bits, "
+        f"{bits['bits_per_element']:.4f} bits per element with scales; whole model: "
+        f"{bits['whole_model_bits_per_element']:.4f}. Scale rule of the weights: "
+        f"`{assignment.scale_rule}`. Left in BF16: "
+        f"{', '.join(assignment.unquantized) or 'no linear layer'}.",
+    ]
+
+
+def _verification(facts: dict[str, Any]) -> list[str]:
+    found = facts["verification"]
+    if found is None:
+        return ["**Not verified**: this folder was written with `verify=false`."]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    lines = [f"Loaded in a fresh process with {found['loader']} ({versions}):", ""]
+    if found["equal"]:
+        lines += [
+            f"- logits of {found['tokens']} tokens equal the fake-quantized model's bit for bit "
+            f"in bf16; loss {found['loss']:.10f} nats/token, the same"
+        ]
+    else:
+        lines += [
+            f"- logits differ from the fake-quantized model's by up to "
+            f"{found['max_difference']:.4g}; KL {found['kl']:.3e} nats/token; loss "
+            f"{found['loss']:.6f} against {found['reference_loss']:.6f} nats/token on "
+            f"{found['tokens']} tokens: the loader scales inputs by its own rule"
+        ]
+    return lines
+
+
+def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
+    target, profile = facts["target"], facts["profile"]
+    size = facts["bytes"]
+    what = "weights and inputs" if facts["inputs"] else "weights only"
+    revision = f" (revision {assignment.model['revision']})" if assignment.model["revision"] else ""
+    lines = [
+        f"# {assignment.model['id']}, mixed microscaling formats",
+        "",
+        f"{assignment.model['id']}{revision}, quantized by `dmx` for `{target}`"
+        f"{f', profile `{profile}`' if profile else ''}; {what}.",
+        "",
+        *_bits_table(assignment),
+        "",
+    ]
+    if facts["input_rule"]:
+        lines += [f"Inputs are scaled by the loader: {facts['input_rule']}.", ""]
+    if size["quantized_bytes"] == size["bits_per_element_bytes"]:
+        lines += [
+            f"Quantized tensors: {size['quantized_bytes']:,} bytes, which is the sum of weights x "
+            f"bits per element / 8; all tensors: {size['total']:,} bytes (file headers apart)."
+        ]
+    else:
+        lines += [
+            f"Quantized tensors: {size['quantized_bytes']:,} bytes; at bits per element they would "
+            f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
+            f"All tensors: {size['total']:,} bytes."
+        ]
+    lines += [
+        "",
+        "## How to load it",
+        "",
+        "```python",
+        f"# pip install transformers {_INSTALL[target]}",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="bfloat16")',
+        'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
+        "```",
+        "",
+        "`dmx.load_exported(folder)` gives fake-quantized modules of the same files.",
+        "",
+        "| loader | formats |",
+        "|---|---|",
+        *(f"| {loader} | {formats} |" for loader, formats in LOADERS[target]),
+        "",
+        "## What was checked",
+        "",
+        *_verification(facts),
+        "- every tensor's name, dtype and shape against `assignment.json`",
+        "",
+        NOT_CHECKED,
+    ]
+    if facts["inputs"] is False and target != "torchao":
+        lines += [
+            "",
+            "The assignment was searched for quantized weights and inputs unless it says "
+            "otherwise; this folder asks for quantized weights alone.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def recipe_card(assignment: Assignment, target: str) -> str:
+    how = {
+        "assignment": "`dmx.apply(model, dmx.Assignment.load('assignment.json'))`",
+        "llm_compressor": "`oneshot(model=..., recipe='recipe.yaml')`",
+        "modelopt": "`mtq.quantize(model, quant_cfg)`; keys of block_sizes and tuples come back "
+        "from JSON as strings and lists",
+        "auto_round": "`AutoRound(model, tokenizer, layer_config=json.load(...))`",
+        "llama_cpp": "`llama-quantize --tensor-type-file tensor_types.txt model.gguf out.gguf q8_0`"
+        "; 6 and 8 bits become q6_K and q8_0, which are other formats",
+    }
+    held = f"`{RECIPES[target][0]}` and " if target in RECIPES else ""
+    lines = [
+        f"# Formats of {assignment.model['id']} by name",
+        "",
+        *_bits_table(assignment),
+        "",
+        f"This folder holds {held}`assignment.json`: names alone, no weights. To use them: "
+        f"{how[target]}.",
+        "",
+        "Not checked here: that tool quantizes on its own, and its numbers may differ.",
+    ]
+    return "\n".join(lines) + "\n"

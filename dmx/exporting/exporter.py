@@ -1,0 +1,290 @@
+"""Write a model and its assignment as another runtime reads them, and load them again to be sure.
+
+Everything goes to a temporary folder beside the target, is checked there, and renamed at the end:
+a folder that exists is whole. Weights are quantized from bf16, one layer in memory at a time.
+"""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.assignment import Assignment
+from dmx.errors import AssignmentError, FormatError, ModelError, RunError
+from dmx.exporting import compressed_tensors, quark, torchao
+from dmx.exporting.card import model_card, recipe_card
+from dmx.exporting.layouts import Layout, TensorSpec, quantized
+from dmx.exporting.packing import check_in_features
+from dmx.exporting.recipes import RECIPES, write_recipe
+from dmx.exporting.verify import Verification, check_files, check_loading, check_packages
+from dmx.exporting.writing import Part, check_disk_space, write_tensors
+from dmx.files import write_json, write_text
+from dmx.formats import check_choice
+from dmx.layers import is_applied
+from dmx.models import ModelConfig, load_model
+from dmx.targets import TARGETS, obstacles, split_groups
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, torchao.LAYOUT)
+}
+EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
+PROFILES = ("vllm", "transformers")
+"""Of compressed_tensors, the strictest first."""
+FACTS_FILE = "dmx_export.json"
+FACTS_SCHEMA = "dmx.export/1"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export left."""
+
+    folder: Path
+    target: str
+    profile: str | None
+    inputs: bool
+    bytes: dict[str, int] = field(default_factory=dict)
+    """total, quantized_bytes and bits_per_element_bytes; empty for names alone."""
+    verification: Verification | None = None
+
+
+def export(
+    model: nn.Module | str,
+    assignment: Assignment | str | Path,
+    folder: str | Path,
+    *,
+    target: str,
+    profile: str | None = None,
+    inputs: bool = False,
+    verify: bool = True,
+    tokenizer: Any = None,
+    tokens: Tensor | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """Write `model` under `assignment` into a new folder that `target`'s runtimes load.
+
+    Args:
+        model: a causal language model, or its hub name or folder (loaded in bf16).
+        folder: must not exist; its parent is made.
+        target: assignment | compressed_tensors | quark | torchao, or names alone for another
+            tool: llm_compressor | modelopt | auto_round | llama_cpp.
+        profile: of compressed_tensors, vllm | transformers; None = the strictest that holds the
+            formats.
+        inputs: have the runtime quantize the inputs of the layers, too.
+        verify: load the folder in a fresh process and compare logits with the model here.
+        tokens: (rows, window) int64 to compare on; None draws a few.
+        max_shard_bytes: of one safetensors file; a larger tensor gets a file of its own.
+
+    Raises:
+        FormatError: the target cannot hold a format; says which layers, and which target can.
+        AssignmentError: it is for another model. ModelError: applied already, or not loadable.
+        RunError: the folder exists, the disk is full, or the files do not load as they must.
+    """
+    check_choice(target, EXPORT_TARGETS, "export.target")
+    folder = Path(folder)
+    if folder.exists():
+        raise RunError(f"export.folder={folder} exists. Choose another folder, or delete that one.")
+    if not isinstance(assignment, Assignment):
+        assignment = Assignment.load(assignment)
+    layout = LAYOUTS.get(target)
+    profile = _choose_profile(assignment, target, profile)
+    if layout is not None:
+        check_holds(assignment, target, profile)
+        layout.check(assignment, inputs)
+        if verify:
+            check_packages(layout)
+    if isinstance(model, str):
+        loaded = load_model(ModelConfig(id=model))
+        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+    _check_model(model, assignment)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(
+            tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp")
+        )
+    except OSError as error:
+        raise RunError(
+            f"export.folder={folder} cannot be written ({error.strerror}). Choose another folder."
+        ) from error
+    try:
+        assignment.save(scratch / "assignment.json")
+        if layout is None:
+            done = _export_names(assignment, scratch, target)
+        else:
+            done = _export_model(
+                model, assignment, scratch, layout, profile, inputs, verify, tokenizer, tokens,
+                max_shard_bytes,
+            )  # fmt: skip
+        scratch.chmod(0o755)
+        scratch.rename(folder)
+    except OSError as error:
+        raise RunError(
+            f"export.folder={folder} cannot be written ({error.strerror or error}). Make room, or "
+            "choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return Exported(folder, target, profile, inputs, **done)
+
+
+def _export_names(assignment: Assignment, folder: Path, target: str) -> dict[str, Any]:
+    if target in RECIPES:
+        write_recipe(assignment, folder, target)
+    write_text(folder / "README.md", recipe_card(assignment, target))
+    write_json(folder / FACTS_FILE, {"schema": FACTS_SCHEMA, "target": target})
+    return {}
+
+
+def _export_model(
+    model: nn.Module, assignment: Assignment, folder: Path, layout: Layout, profile: str | None,
+    inputs: bool, verified: bool, tokenizer: Any, tokens: Tensor | None, max_shard_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    parts, plain = _parts(model, assignment, layout)
+    check_disk_space(folder, parts)
+    metadata = layout.metadata(assignment, inputs, list(plain))
+    total = write_tensors(parts, folder, metadata, max_shard_bytes)
+    _write_config(model, folder, layout.config(assignment, inputs))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    sizes = {"total": total, **check_files(folder, layout, assignment, plain)}
+    result = None
+    if verified:
+        result = check_loading(folder, layout, model, assignment, inputs=inputs, tokens=tokens)
+    facts = {
+        "schema": FACTS_SCHEMA, "target": layout.name, "profile": profile, "inputs": inputs,
+        "input_rule": layout.input_rule(assignment) if inputs else None, "bytes": sizes,
+        "verification": None if result is None else result.to_dict(),
+    }  # fmt: skip
+    write_json(folder / FACTS_FILE, facts)
+    write_text(folder / "README.md", model_card(assignment, facts))
+    return {"bytes": sizes, "verification": result}
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def target_key(target: str, profile: str | None) -> str:
+    """Name of a target in `dmx.targets.TARGETS`."""
+    return target if profile is None else f"{target}, profile {profile}"
+
+
+def check_holds(assignment: Assignment, target: str, profile: str | None) -> None:
+    """Raise FormatError unless the target holds every format; says which layers, and which can."""
+    holds = TARGETS[target_key(target, profile)]
+    formats = assignment.formats
+    setting = f"export.target={target}" + (f", export.profile={profile}" if profile else "")
+    refused = {n: f for n, f in formats.items() if f != "bf16" and f not in holds.formats}
+    if refused:
+        fitting = [k for k, t in TARGETS.items() if not obstacles(formats, t, t.loaders[0])]
+        names = ", ".join(sorted(set(refused.values())))
+        raise FormatError(
+            f"{setting} does not hold {names}: {len(refused)} layers, first "
+            f"{', '.join(list(refused)[:3])}. Targets that hold this assignment: "
+            f"{'; '.join(fitting)}. Or search again with search.target."
+        )
+    if holds.needs_fused_units and (split := split_groups(formats)):
+        raise FormatError(
+            f"{setting} needs one format in each fused group (vLLM runs q/k/v and gate/up as one "
+            f"product each); {len(split)} groups are split, first {split[0]}. Use "
+            "export.profile=transformers, or search again with search.units=fused."
+        )
+    for layer in quantized(assignment):
+        check_in_features(layer, assignment.shapes[layer][1])
+
+
+def _choose_profile(assignment: Assignment, target: str, profile: str | None) -> str | None:
+    if target != "compressed_tensors":
+        if profile is not None:
+            raise FormatError(
+                f"export.profile={profile}: export.target={target} has no profiles; leave it out."
+            )
+        return None
+    if profile is not None:
+        check_choice(profile, PROFILES, "export.profile")
+        return profile
+    for name in PROFILES:
+        holds = TARGETS[target_key(target, name)]
+        if not obstacles(assignment.formats, holds, holds.loaders[-1]):
+            return name
+    return PROFILES[-1]
+
+
+def _check_model(model: nn.Module, assignment: Assignment) -> None:
+    if is_applied(model):
+        raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
+    if assignment.transform is not None or assignment.rounding is not None:
+        raise FormatError(
+            f"the assignment needs {assignment.transform or assignment.rounding}, which this "
+            "version cannot export; search again without a transform and with nearest rounding"
+        )
+    assignment.check(model)
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def _parts(
+    model: nn.Module, assignment: Assignment, layout: Layout
+) -> tuple[list[Part], dict[str, TensorSpec]]:
+    """Everything to write, in the order of the model, and the plain tensors among it.
+
+    A parameter under several names (tied embeddings) is written once, under the first.
+    """
+    formats = quantized(assignment)
+    parts: list[Part] = []
+    plain: dict[str, TensorSpec] = {}
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    state = model.state_dict(keep_vars=True)
+    for shared in names.values():
+        name, tensor = shared[0], state[shared[0]]
+        layers = [n.removesuffix(".weight") for n in shared if n.endswith(".weight")]
+        taken = [layer for layer in layers if layer in formats]
+        if taken and len(shared) > 1:
+            raise AssignmentError(
+                f"{taken[0]} shares its weight with {', '.join(n for n in shared if n != f'{taken[0]}.weight')}: "
+                "a file holds it once, so it cannot be quantized for one of them alone. Leave it "
+                "in BF16 (search.include_lm_head=false, or search.exclude)."
+            )
+        if taken:
+            parts.append(_quantized_part(taken[0], tensor, assignment, layout))
+            continue
+        dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+        plain[name] = TensorSpec(dtype, tuple(tensor.shape))
+        parts.append(Part({name: plain[name]}, _copy(name, tensor, dtype)))
+    return parts, plain
+
+
+def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Any:
+    return lambda: {name: tensor.detach().to(dtype)}
+
+
+def _quantized_part(layer: str, weight: Tensor, assignment: Assignment, layout: Layout) -> Part:
+    block_format = assignment.block_format(layer)
+    out, into = weight.shape
+    specs = {f"{layer}.{k}": v for k, v in layout.specs(block_format, (out, into)).items()}
+
+    def make() -> dict[str, Tensor]:
+        source = weight.detach().to(torch.bfloat16)
+        encoded = layout.encode(source, block_format, assignment.scale_rule)
+        return {f"{layer}.{name}": tensor for name, tensor in encoded.items()}
+
+    return Part(specs, make)
+
+
+def _write_config(model: Any, folder: Path, quantization: dict[str, Any]) -> None:
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)
+    config |= {
+        "architectures": [type(model).__name__], "dtype": "bfloat16",
+        "quantization_config": quantization,
+    }  # fmt: skip
+    write_json(folder / "config.json", config)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,137 @@
+"""Our own loader of exported folders: back to fake-quantized modules and their assignment.
+
+Weights are decoded from the files' bytes, so what is measured is what was written. Quantizing a
+decoded weight again gives the same values: they lie on the grid already.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from dmx.assignment import Assignment
+from dmx.errors import AssignmentError, FormatError, ModelError
+from dmx.exporting.exporter import FACTS_FILE, LAYOUTS
+from dmx.exporting.layouts import Layout, quantized
+from dmx.exporting.reading import read_assignment
+from dmx.layers import apply
+
+METHODS = {"compressed-tensors": "compressed_tensors", "quark": "quark", "torchao": "torchao"}
+
+
+@dataclass(frozen=True)
+class LoadedExport:
+    """A model of exported files, quantized as they say, in eval mode and in bf16."""
+
+    model: nn.Module
+    tokenizer: Any
+    """None where the folder holds none."""
+    assignment: Assignment
+    target: str
+    inputs: bool
+    """Whether inputs are quantized."""
+
+
+def load_exported(
+    folder: str | Path, *, device: str | torch.device = "cpu", inputs: bool | None = None
+) -> LoadedExport:
+    """Read a folder of `dmx.export`, or of another tool that holds MX formats only.
+
+    Args:
+        inputs: quantize inputs too; None = as the folder was exported.
+
+    Raises:
+        ModelError: no such folder, or its tensors are not those its config asks for.
+        FormatError: a format or layout that is not read here. AssignmentError: names do not fit.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no config.json; give a folder that dmx.export wrote.")
+    body = json.loads((folder / "config.json").read_text())
+    quantization = body.get("quantization_config") or {}
+    method = str(quantization.get("quant_method"))
+    if method not in METHODS:
+        raise FormatError(
+            f"{folder}: quant_method {method!r} is not read here. Read are: {', '.join(METHODS)}."
+        )
+    layout = LAYOUTS[METHODS[method]]
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    if (folder / "assignment.json").is_file():
+        assignment = Assignment.load(folder / "assignment.json")
+        assignment.check(model)
+    else:
+        assignment = read_assignment(quantization, model)
+    _fill(model, folder, layout, assignment)
+    if inputs is None:
+        facts = folder / FACTS_FILE
+        inputs = bool(json.loads(facts.read_text())["inputs"]) if facts.is_file() else True
+    apply(model.to(device), assignment, inputs=inputs)
+    return LoadedExport(model, _tokenizer(folder), assignment, layout.name, inputs)
+
+
+def _fill(model: Any, folder: Path, layout: Layout, assignment: Assignment) -> None:
+    """Put the files' values into the model, strictly: nothing missing, nothing left over."""
+    formats = quantized(assignment)
+    waiting: dict[str, dict[str, Tensor]] = {layer: {} for layer in formats}
+    state = dict(model.state_dict())
+    left = set(state)
+    for name, tensor in _tensors(folder):
+        layer, _, last = name.rpartition(".")
+        if layer in waiting and last in layout.specs(formats[layer], assignment.shapes[layer]):
+            waiting[layer][last] = tensor
+            if len(waiting[layer]) == 2:
+                _copy(state, f"{layer}.weight", _decode(layout, waiting.pop(layer), formats[layer]))
+                left.discard(f"{layer}.weight")
+        elif name in state:
+            _copy(state, name, tensor)
+            left.discard(name)
+        else:
+            raise ModelError(f"{folder}: tensor {name} belongs to no layer of the model")
+    filled = {state[name].data_ptr() for name in set(state) - left}
+    missing = sorted(n for n in left if state[n].data_ptr() not in filled)  # tied ones are filled
+    if missing or waiting:
+        raise ModelError(
+            f"{folder}: tensors are missing for {', '.join([*missing, *waiting][:3])}. Get the "
+            "files again."
+        )
+
+
+def _decode(layout: Layout, tensors: Mapping[str, Tensor], block_format: Any) -> Tensor:
+    return layout.decode(tensors, block_format, torch.bfloat16)
+
+
+def _copy(state: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    if state[name].shape != tensor.shape:
+        raise AssignmentError(
+            f"{name} is {tuple(tensor.shape)} in the files and {tuple(state[name].shape)} in the "
+            "model of its config.json"
+        )
+    with torch.no_grad():
+        state[name].copy_(tensor)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} holds no safetensors files.")
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                yield name, file.get_tensor(name)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    return AutoTokenizer.from_pretrained(folder)

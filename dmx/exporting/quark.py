@@ -1,0 +1,121 @@
+"""AMD Quark's layout: MXFP4, both MXFP6 and MXFP8 E4M3, read by vLLM and transformers + amd-quark.
+
+    4, 6 bits   weight uint8 (out, in * bits / 8), weight_scale uint8 (out, in / 32)
+    8 bits      weight float8_e4m3fn (out, in),    weight_scale uint8 (out, in / 32)
+
+MXFP8 has two spellings, `per_group` with 32 and `per_block` with [1, 32]: the same bytes. vLLM
+reads both, amd-quark's loader only the second, so that one is written.
+
+Source: amd-quark 0.13, `QConfig.from_dict`, `QParamsLinear`; vLLM 0.33, `ocp_mx_utils.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmx.assignment import Assignment
+from dmx.errors import FormatError
+from dmx.exporting.layouts import Layout, TensorSpec, left_in_bf16, quantized
+from dmx.exporting.packing import code_bits, decode_weight, encode_weight
+from dmx.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, BlockFormat, ScaleRule
+
+VERSION = "0.13"
+DTYPES = {
+    MXFP4: "fp4",
+    MXFP6_E2M3: "fp6_e2m3",
+    MXFP6_E3M2: "fp6_e3m2",
+    MXFP8_E4M3: "fp8_e4m3",
+}
+INPUT_RULES = ("floor", "ceil", "even")
+
+
+def _specs(block_format: BlockFormat, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+    out, into = shape
+    bits = code_bits(block_format)
+    dtype = torch.float8_e4m3fn if bits == 8 else torch.uint8
+    return {
+        "weight": TensorSpec(dtype, (out, into * bits // 8)),
+        "weight_scale": TensorSpec(torch.uint8, (out, into // 32)),
+    }
+
+
+def _encode(weight: Tensor, block_format: BlockFormat, scale_rule: ScaleRule) -> dict[str, Tensor]:
+    packed, scales = encode_weight(weight, block_format, scale_rule)
+    return {"weight": packed, "weight_scale": scales}
+
+
+def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: torch.dtype) -> Tensor:
+    return decode_weight(tensors["weight"], tensors["weight_scale"], block_format, dtype)
+
+
+def _tensor_config(
+    block_format: BlockFormat, scale_rule: ScaleRule, *, dynamic: bool
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "dtype": DTYPES[block_format], "is_dynamic": dynamic, "qscheme": "per_group",
+        "ch_axis": -1, "group_size": 32, "block_size": None, "symmetric": None,
+        "round_method": "half_even", "scale_type": "float", "scale_format": "e8m0",
+        "scale_calculation_mode": scale_rule if scale_rule in INPUT_RULES else None,
+        "mx_element_dtype": None, "zero_point_type": "int32", "is_scale_quant": False,
+        "observer_cls": "PerBlockMXObserver",
+    }  # fmt: skip
+    if code_bits(block_format) == 8 and not dynamic:
+        config |= {
+            "qscheme": "per_block", "block_size": [1, 32], "group_size": None, "ch_axis": None,
+            "symmetric": True, "scale_type": "float8_e8m0fnu", "scale_calculation_mode": None,
+            "observer_cls": "PerBlock2DMinMaxObserver",
+        }  # fmt: skip
+    return config
+
+
+_UNQUANTIZED = dict.fromkeys(("weight", "input_tensors", "output_tensors", "bias", "target_device"))
+
+
+def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
+    layers = {}
+    for name, block_format in quantized(assignment).items():
+        of_inputs = assignment.input_format(name) if inputs else None
+        layers[name] = _UNQUANTIZED | {
+            "weight": _tensor_config(block_format, assignment.scale_rule, dynamic=False),
+            "input_tensors": None if of_inputs is None or of_inputs.element is None
+            else _tensor_config(of_inputs, assignment.scale_rule, dynamic=True),
+        }  # fmt: skip
+    return {
+        "quant_method": "quark",
+        "version": VERSION,
+        "quant_mode": "eager_mode",
+        "algo_config": None,
+        "softmax_quant_spec": None,
+        "kv_cache_quant_config": {},
+        "kv_cache_post_rope": False,
+        "global_quant_config": dict(_UNQUANTIZED),
+        "layer_type_quant_config": {},
+        "layer_quant_config": layers,
+        "exclude": left_in_bf16(assignment),
+        "export": {
+            "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "order",
+            "weight_format": "real_quantized", "weight_merge_groups": None,
+        },
+    }  # fmt: skip
+
+
+def _check(assignment: Assignment, inputs: bool) -> None:
+    if inputs and assignment.scale_rule not in INPUT_RULES:
+        raise FormatError(
+            f"export.inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
+            f"has scale_rule {assignment.scale_rule!r}. Use export.inputs=false."
+        )
+
+
+def _input_rule(assignment: Assignment) -> str:
+    return (
+        f"`{assignment.scale_rule}`, with the exponent taken by a rounded log2 (Quark's own: a "
+        "block whose amax lies just below a power of two may differ)"
+    )
+
+
+LAYOUT = Layout(
+    "quark", ("amd-quark",), _specs, _encode, _decode, _config, _check, _input_rule
+)  # fmt: skip

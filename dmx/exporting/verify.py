@@ -1,0 +1,248 @@
+"""Is what was written what was meant? Asked of the files, and of a fresh process that loads them.
+
+    check_files    every tensor's name, dtype and shape, and the bytes against bits_per_element
+    check_loading  the target's own loader in a new process; its logits against the fake-quantized
+                   model's, bit for bit where the loader's arithmetic is ours
+
+The reference is the model as any loader makes it: parameters in bf16, rotary frequencies in
+float32.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dmx.assignment import Assignment
+from dmx.errors import ModelError, RunError
+from dmx.exporting import _fresh_load
+from dmx.exporting.layouts import Layout, TensorSpec, layer_bytes, quantized
+from dmx.exporting.writing import read_headers
+from dmx.layers import apply, restore
+
+MODULES = {"compressed-tensors": "compressed_tensors", "amd-quark": "quark", "torchao": "torchao"}
+KEPT_ROWS = 2
+DEFAULT_WINDOW = 32
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a fresh process measured."""
+
+    loader: str
+    versions: dict[str, str]
+    tokens: int
+    equal: bool
+    """Logits equal bit for bit."""
+    max_difference: float
+    """Largest absolute difference of a logit."""
+    kl: float
+    """KL(fake-quantized, loaded), token mean, nats."""
+    loss: float
+    """Mean loss of the loaded model, nats/token."""
+    reference_loss: float
+    """The same of the fake-quantized model in memory."""
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_files(
+    folder: Path, layout: Layout, assignment: Assignment, plain: dict[str, TensorSpec]
+) -> dict[str, int]:
+    """Compare the headers of the files with what the assignment asks for.
+
+    Args:
+        plain: name -> dtype and shape of the tensors that are stored unquantized.
+
+    Returns:
+        bytes of the quantized tensors in the files, and what bits_per_element says they are.
+
+    Raises:
+        RunError: a tensor is missing, unknown or of another dtype or shape, or bytes differ.
+    """
+    found = read_headers(folder)
+    expected = dict(plain)
+    stored = stated = 0
+    for layer, block_format in quantized(assignment).items():
+        shape = assignment.shapes[layer]
+        for name, spec in layout.specs(block_format, shape).items():
+            expected[f"{layer}.{name}"] = spec
+            stored += found[f"{layer}.{name}"].bytes if f"{layer}.{name}" in found else 0
+        stated += layer_bytes(block_format, shape)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise RunError(
+                f"{folder}: tensor {name} is {found.get(name)}, the assignment asks for "
+                f"{expected.get(name)}. The export is wrong; please report it."
+            )
+    if layout.packed and stored != stated:
+        raise RunError(
+            f"{folder}: quantized tensors take {stored} bytes, bits_per_element says {stated}. "
+            "The export is wrong; please report it."
+        )
+    return {"quantized_bytes": stored, "bits_per_element_bytes": stated}
+
+
+def default_tokens(vocabulary: int) -> Tensor:
+    """(2, 32) int64, drawn by seed."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (KEPT_ROWS, DEFAULT_WINDOW), generator=generator)
+
+
+def check_packages(layout: Layout) -> None:
+    """Raise RunError unless the loader's packages are installed."""
+    missing = [p for p in layout.packages if importlib.util.find_spec(MODULES[p]) is None]
+    if missing:
+        raise RunError(
+            f"export.verify=true loads the files with {', '.join(layout.packages)}, and "
+            f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
+            "pip install 'dmx[export]'), or set export.verify=false."
+        )
+
+
+def check_loading(
+    folder: Path,
+    layout: Layout,
+    model: nn.Module,
+    assignment: Assignment,
+    *,
+    inputs: bool,
+    tokens: Tensor | None = None,
+) -> Verification:
+    """Load the folder in a fresh process and compare.
+
+    Args:
+        tokens: (rows, window) int64; None draws two short rows.
+
+    Raises:
+        RunError: the loader fails or complains, or logits differ where they must be equal.
+    """
+    check_packages(layout)
+    if tokens is None:
+        tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
+    with as_loaded(model) as reference:
+        device = str(next(reference.parameters()).device)
+        apply(reference, assignment, inputs=inputs, cache_weights=True)
+        try:
+            ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
+        finally:
+            restore(reference)
+    attention = getattr(model.config, "_attn_implementation", None)
+    theirs, report = _load_elsewhere(folder, layout, tokens, device, attention)
+    if report["problems"]:
+        raise RunError(
+            f"{folder}: transformers loaded it with {report['problems']}. The export is wrong; "
+            "please report it."
+        )
+    result = _compare(ours, theirs, report, layout, tokens)
+    if not result.equal and (not inputs or layout.exact_inputs):
+        raise RunError(
+            f"{folder}: loaded in a fresh process, logits differ from the fake-quantized model's "
+            f"by up to {result.max_difference:.3g} and must be equal. The export is wrong; please "
+            "report it."
+        )
+    return result
+
+
+def _compare(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], report: dict[str, Any], layout: Layout,
+    tokens: Tensor,
+) -> Verification:  # fmt: skip
+    p = ours["logits"].double().log_softmax(-1)
+    q = theirs["logits"].double().log_softmax(-1)
+    difference = ours["logits"].double() - theirs["logits"].double()
+    return Verification(
+        loader=" + ".join(("transformers", *layout.packages)),
+        versions=report["versions"],
+        tokens=tokens.numel(),
+        equal=torch.equal(ours["logits"], theirs["logits"])
+        and torch.equal(ours["losses"], theirs["losses"]),
+        max_difference=float(difference.abs().max()),
+        kl=float((p.exp() * (p - q)).sum(-1).mean()),
+        loss=float(theirs["losses"].mean()),
+        reference_loss=float(ours["losses"].mean()),
+        seconds=report["seconds"],
+    )
+
+
+def _load_elsewhere(
+    folder: Path, layout: Layout, tokens: Tensor, device: str, attention: str | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        job_file, out = Path(scratch, "job.json"), Path(scratch, "out.safetensors")
+        save_file({"tokens": tokens.contiguous()}, str(Path(scratch, "tokens.safetensors")))
+        job = {
+            "folder": str(folder), "tokens": str(Path(scratch, "tokens.safetensors")),
+            "device": device, "threads": torch.get_num_threads(), "attention": attention,
+            "kept": KEPT_ROWS, "packages": layout.packages, "out": str(out),
+        }  # fmt: skip
+        job_file.write_text(json.dumps(job))
+        command = [sys.executable, str(_fresh_load.__file__), str(job_file)]
+        # -P and another directory: nothing of this project is importable by accident.
+        command.insert(1, "-P")
+        done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, check=False)
+        if done.returncode:
+            raise RunError(
+                f"{folder}: transformers with {', '.join(layout.packages)} cannot load it in a "
+                f"fresh process:\n{done.stderr.strip()[-2000:]}"
+            )
+        return load_file(str(out)), json.loads(Path(f"{out}.json").read_text())
+
+
+@contextlib.contextmanager
+def as_loaded(model: nn.Module) -> Iterator[nn.Module]:
+    """The model as a loader makes it: the same one where it already is, else a copy.
+
+    Parameters are bf16. Buffers that no file holds (rotary frequencies) are computed anew where
+    they lie in 16 bits: `model.to(torch.bfloat16)` rounds them, loaders keep them in float32.
+    """
+    rounded = _rounded_buffers(model)
+    if not rounded and all(p.dtype == torch.bfloat16 for p in model.parameters()):
+        yield model
+        return
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    for path in _rounded_buffers(model):
+        _renew(model.get_submodule(path), path)
+    yield model
+
+
+def _rounded_buffers(model: nn.Module) -> list[str]:
+    """Modules with floating-point buffers of 16 bits that no state dict holds."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if any(
+            buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4
+            for buffer in (module._buffers[n] for n in module._non_persistent_buffers_set)
+        )
+    ]
+
+
+def _renew(module: nn.Module, path: str) -> None:
+    config = getattr(module, "config", None)
+    try:
+        fresh = type(module)(config=config)
+    except TypeError as error:
+        raise ModelError(
+            f"the buffers of {path} ({type(module).__name__}) lie in 16 bits and cannot be "
+            f"computed anew: {error}. Load the model with dtype=bfloat16 instead of casting it."
+        ) from error
+    for name in module._non_persistent_buffers_set:
+        old, new = module._buffers[name], fresh._buffers[name]
+        assert old is not None and new is not None
+        module._buffers[name] = new.to(old.device)
