@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import dmx
-from dmx.evaluate.perplexity import window_losses
+from dmx.evaluate.perplexity import perplexity_of, window_losses
 from dmx.numerics import kl_divergence, token_kl_divergence
 
 
@@ -104,3 +104,8 @@ def test_measuring_leaves_mode_and_grad_alone_also_after_an_exception(
         with pytest.raises(RuntimeError, match=r"out of memory"):
             call()
     assert model.training is training and other.training
+
+
+def test_a_loss_beyond_the_range_of_exp_is_an_infinite_perplexity():
+    assert perplexity_of(1.0) == math.e and perplexity_of(710.0) == math.inf
+    assert math.isnan(perplexity_of(math.nan))

@@ -1,1 +1,1 @@
-"""Measuring models: perplexity and divergence."""
+"""Measuring models: perplexity, divergence and zero-shot accuracy."""

@@ -80,10 +80,18 @@ def window_losses(
     return torch.cat(losses)
 
 
+def perplexity_of(nll: float) -> float:
+    """exp of a mean loss in nats/token; inf beyond the largest float, NaN for NaN."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
 def perplexity(
     model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8
 ) -> float:
-    """Perplexity of a model on a stream of tokens.
+    """Perplexity of a model on a stream of tokens; inf beyond the largest float.
 
     Args:
         tokens: 1-d int64.
@@ -94,4 +102,4 @@ def perplexity(
         DataError: see `cut_windows`; or batch_size is below 1.
     """
     losses = window_losses(model, tokens, window=window, batch_size=batch_size)
-    return math.exp(float(losses.mean()))
+    return perplexity_of(float(losses.mean()))
