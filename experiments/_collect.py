@@ -26,10 +26,10 @@ def collect_runs(source: Path, run: Run) -> None:
         raise RunError(
             f"collect={source} holds no finished run (record.json). Name a sweep's folder."
         )
+    check_comparable(records)
     first = next(iter(records.values()))
     seen: set[str] = set()
     for folder, record in records.items():
-        _check_comparable(folder, record, first)
         name = str(folder.relative_to(source)).replace("/", "-") if folder != source else "run"
         for row in record["results"]:
             key = json.dumps(
@@ -47,19 +47,30 @@ def collect_runs(source: Path, run: Run) -> None:
     run.actual |= {"collected": len(records), "failed": len(folders) - len(records)}
 
 
-def _check_comparable(folder: Path, record: dict[str, Any], first: dict[str, Any]) -> None:
-    for what, value in (
-        ("model", lambda r: (r["model"]["id"], r["model"]["architecture_sha256"])),
-        (
-            "evaluation text",
-            lambda r: (r["data"]["evaluation"]["sha256"], r["data"]["evaluation"]["window"]),
-        ),
-    ):
-        if value(record) != value(first):
-            raise RunError(
-                f"{folder} used another {what} than the first run: {value(record)} and "
-                f"{value(first)}. Rows of different {what}s cannot stand in one table; collect them apart."
-            )
+def _model(record: dict[str, Any]) -> tuple[str, str]:
+    return record["model"]["id"], record["model"]["architecture_sha256"]
+
+
+def _evaluation(record: dict[str, Any]) -> tuple[str, int] | None:
+    """Hash and window of the evaluation text; None where no perplexity was measured."""
+    found = record["data"].get("evaluation")
+    return None if found is None else (found["sha256"], found["window"])
+
+
+def check_comparable(records: dict[Path, dict[str, Any]]) -> None:
+    """Raise RunError unless all records are of one model, and those with a perplexity of one text.
+
+    Args:
+        records: run folder -> its record.
+    """
+    for what, value in (("model", _model), ("evaluation text", _evaluation)):
+        values = {folder: found for folder, r in records.items() if (found := value(r)) is not None}
+        for folder, found in values.items():
+            if found != (first := next(iter(values.values()))):
+                raise RunError(
+                    f"{folder} used another {what} than the first run: {found} and {first}. Rows of "
+                    f"different {what}s cannot stand in one table; collect them apart."
+                )
 
 
 def _adopted(row: dict[str, Any], folder: Path, target: Path, name: str) -> dict[str, Any]:

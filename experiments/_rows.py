@@ -28,9 +28,10 @@ Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 
 
 def check_windows(
-    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig
+    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig | None
 ) -> None:
-    """Raise DataError for windows beyond the positions of a model, which may be a meta one."""
+    """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
+    for what is not used."""
     for config in (calibration, evaluation):
         if config is not None:
             check_window(config.window, max_positions(meta.config))

@@ -25,9 +25,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import dmx
+import mor
 from dmx.assignment import Assignment
 from dmx.errors import DmxError, RunError
-from dmx.evaluate.perplexity import window_losses
+from dmx.evaluate.perplexity import perplexity_of, window_losses
 from dmx.files import sha256, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
@@ -35,6 +36,7 @@ from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
 from experiments._report import read_record, terminal_table, write_report, zero_shot_terminal
 
 console = Console(stderr=True)
+SOURCES = tuple(Path(str(package.__file__)).parent for package in (dmx, mor))
 ERROR_FILE = "error.json"
 """What a failed run leaves; a new start of the same run takes it away."""
 PACKAGES = (
@@ -111,7 +113,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.actual: dict[str, Any] = {}
-        self._show_warning = warnings.showwarning
+        self._caught = warnings.catch_warnings()
 
     def _claim(self, config_yaml: str) -> None:
         """Take a new folder, or one that the same settings began.
@@ -146,13 +148,16 @@ class Run:
 
     def __enter__(self) -> "Run":
         self.path(ERROR_FILE).unlink(missing_ok=True)
+        self._caught.__enter__()
+        # Python shows a warning once a process; every run of a sweep must note its own.
+        warnings.filterwarnings("always", category=UserWarning, module=r"(dmx|mor)\.")
         warnings.showwarning = self._note_warning
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        warnings.showwarning = self._show_warning
+        self._caught.__exit__(None, None, None)
         if isinstance(error, Exception):
             write_error(self.folder, self.command, error)
 
@@ -161,8 +166,6 @@ class Run:
         if not self.path("record.json").exists():
             return False
         console.print(f"{self.folder} holds this run, finished; showing it again")
-        if not self.path("report.html").exists():
-            write_report(self.folder)
         record = read_record(self.folder)
         if not self.path("report.html").exists():  # stopped between the two, or deleted since
             write_report(self.folder)
@@ -179,8 +182,13 @@ class Run:
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
         file: TextIO | None = None, line: str | None = None,
     ) -> None:  # fmt: skip
+        """Keeps the warnings of this project for the record; those of libraries say nothing that
+        a user could act on."""
         text = str(message)
-        if "dmx" in str(filename) and text not in self.warnings:
+        if (
+            any(folder in Path(filename).parents for folder in SOURCES)
+            and text not in self.warnings
+        ):
             self.warnings.append(text)
             console.print(f"[yellow]warning[/]: {text}", highlight=False)
 
@@ -222,13 +230,13 @@ class Run:
     ) -> dict[str, Any]:
         """Perplexity of a model under an assignment (None: as it is), as a row of the record.
 
-        `tokens=None` leaves the perplexity out and makes the other fields of the row.
+        Args:
+            tokens: 1-d int64, all of which are measured; None leaves the perplexity out and makes
+                the other fields of the row.
         """
         start = time.perf_counter()
         losses = torch.empty(0)
         if tokens is not None:
-            if config.max_windows is not None:
-                tokens = tokens[: config.max_windows * config.window]
             if assignment is not None:
                 apply(
                     model, assignment,
@@ -242,6 +250,7 @@ class Run:
                 if assignment is not None:
                     restore(model)
         nll = float(losses.mean())
+        perplexity = perplexity_of(nll)
         finite = math.isfinite(nll)
         bits: Any = {} if assignment is None else assignment.bits
         reason = "" if finite else "not asked for" if tokens is None else "the loss is not finite"
@@ -253,7 +262,7 @@ class Run:
             "whole_model_bits_per_element": bits.get(
                 "whole_model_bits_per_element", 16.0 if assignment is None else None
             ),
-            "perplexity": math.exp(nll) if finite else None,
+            "perplexity": perplexity if math.isfinite(perplexity) else None,
             "nll": nll if finite else None,
             "tokens": len(losses) * (config.window - 1), "windows": len(losses),
             "window_nll": losses.tolist() if finite else None,
@@ -261,8 +270,10 @@ class Run:
             "budget": None if assignment is None else assignment.budget,
             "zero_shot": None, "zero_shot_reason": "not asked for",
         }  # fmt: skip
-        if reason:
-            row |= {"perplexity_reason": reason, "nll_reason": reason}
+        if row["nll"] is None:
+            row["nll_reason"] = reason
+        if row["perplexity"] is None:
+            row["perplexity_reason"] = reason or "exp of the loss is beyond the largest float"
         if search_seconds is None:
             row["search_seconds_reason"] = "no search"
         return row

@@ -42,10 +42,11 @@ def main(cfg: DictConfig) -> None:
     config = build_root(CompareRun, cfg)
     if not config.collect:
         meta = meta_model(config.model)
-        check_windows(meta, config.calibration, config.evaluation)
+        measured = config.evaluation if config.eval.perplexity else None
+        check_windows(meta, config.calibration, measured)
         space = search_space(meta, config.search)
         for limit in config.budgets:
-            space.check_budget(Budget(limit, config.unit))
+            space.check_budget(Budget(limit, config.unit), warn=False)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
         if run.show_if_finished():

@@ -10,9 +10,10 @@ from omegaconf import DictConfig
 
 from dmx.assignment import Assignment
 from dmx.formats import ALIASES, BLOCK_FORMATS, get_mx_format
+from dmx.models import meta_model
 from dmx.searching import SearchConfig
 from experiments._config import EvaluateRun, build_root
-from experiments._rows import LABELS, Bench
+from experiments._rows import LABELS, Bench, check_windows
 from experiments._run import Run, entry_point
 
 
@@ -25,16 +26,18 @@ def main(cfg: DictConfig) -> None:
         for name in config.assignments
         if name not in BLOCK_FORMATS and name not in ALIASES
     }
+    calibration = config.calibration if config.safety != "off" else None
+    meta = meta_model(config.model)
+    check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
+    for given in files.values():
+        given.check(meta)
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return
         bench = Bench(
             run, config.model, config.data, config.evaluation,
-            calibration=config.calibration if config.safety != "off" else None,
-            measured=config.eval, safety=config.safety,
+            calibration=calibration, measured=config.eval, safety=config.safety,
         )  # fmt: skip
-        for given in files.values():
-            given.check(bench.model)
         for index, name in enumerate(config.assignments):
             if name == "bf16":
                 bench.unquantized()

@@ -21,7 +21,7 @@ def main(cfg: DictConfig) -> float | None:
     config = build_root(SearchRun, cfg)
     # What follows from shapes alone is refused before weights load.
     meta = meta_model(config.model)
-    search_space(meta, config.search).check_budget(config.budget)
+    search_space(meta, config.search).check_budget(config.budget, warn=False)
     check_windows(meta, config.calibration, config.evaluation)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():

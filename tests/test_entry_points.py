@@ -14,9 +14,11 @@ import torch
 
 import dmx
 from dmx.data import DataConfig, encode, load_text
+from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
 from dmx.models import byte_tokenizer
 from experiments import _rows, evaluate, search
+from experiments._collect import check_comparable
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -277,18 +279,47 @@ def test_evaluate_refuses_what_it_cannot_read_before_weights_load(
     assert code == 2 and re.search(words, err), err
 
 
-def test_evaluate_refuses_an_assignment_for_another_model(run, tmp_path):
+def test_evaluate_refuses_what_does_not_fit_the_model_before_weights_load(
+    run, tmp_path, monkeypatch
+):
     folder = tmp_path / "run"
     assert run(search, *TINY, "search=random", "baselines=[]", f"run.folder={folder}")[0] == 0
     path = folder / "assignment.json"
-    code, _, err = run(
-        evaluate,
-        *TINY,
-        "model.tiny.layers=1",
-        f"assignments=[{path}]",
-        f"run.folder={tmp_path / 'e'}",
-    )
-    assert code == 2 and "AssignmentError: the assignment is for another model" in err
+    monkeypatch.setattr(_rows, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    for setting, words in (
+        ("model.tiny.layers=1", "AssignmentError: the assignment is for another model"),
+        ("evaluation.window=4096", "DataError: window=4096 is longer than the model's 2048"),
+    ):
+        given = (*TINY, setting, f"assignments=[{path}]", f"run.folder={tmp_path / 'e'}")
+        code, _, err = run(evaluate, *given)
+        assert code == 2 and words in err
+
+
+def test_every_run_of_one_process_notes_its_own_warnings_once(run, tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        settings = ("search=random", "baselines=[]", "budget.limit=7", f"run.folder={folder}")
+        code, _, err = run(search, *TINY, *settings)
+        assert code == 0 and err.count("is not below the dearest assignment") == 1
+        (warning,) = read_json(folder / "record.json")["warnings"]
+        assert warning.startswith("budget.limit=7 element_bits is not below")
+
+
+def test_runs_that_measured_no_perplexity_are_joined_with_those_that_did(tmp_path):
+    model = {"id": "m", "architecture_sha256": "0"}
+    texts = [{}, *({"evaluation": {"sha256": text, "window": 64}} for text in "aab")]
+    records = {tmp_path / str(i): {"model": model, "data": data} for i, data in enumerate(texts)}
+    bare, one, same, other = records.items()
+    check_comparable(dict([bare, one, same]))
+    with pytest.raises(RunError, match=r"3 used another evaluation text than the first run"):
+        check_comparable(dict([bare, one, other]))
+
+
+def test_a_report_that_is_missing_is_written_when_a_run_is_shown_again(run, tmp_path):
+    arguments = (*TINY, "search=random", "baselines=[]", f"run.folder={tmp_path / 'run'}")
+    assert run(search, *arguments)[0] == 0
+    (tmp_path / "run" / "report.html").unlink()
+    assert run(search, *arguments)[0] == 0 and (tmp_path / "run" / "report.html").exists()
 
 
 # ---------------------------------------------------------------- as a process of its own
