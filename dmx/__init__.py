@@ -5,6 +5,7 @@ from dmx.budget import Budget
 from dmx.evaluate.divergence import kl_divergence
 from dmx.evaluate.harness import zero_shot
 from dmx.evaluate.perplexity import perplexity
+from dmx.exporting import export, load_exported
 from dmx.kernels.ops import quantize
 from dmx.layers import apply, restore
 from dmx.quantizers import continuous_fake_quant, fake_quant
@@ -19,8 +20,10 @@ __all__ = [
     "SearchResult",
     "apply",
     "continuous_fake_quant",
+    "export",
     "fake_quant",
     "kl_divergence",
+    "load_exported",
     "perplexity",
     "quantize",
     "restore",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -32,8 +33,7 @@ def rows_of(model: Any, tokens: Tensor, kept: int) -> dict[str, Tensor]:
     with torch.no_grad():
         for i, row in enumerate(tokens.to(device)):
             out = model(input_ids=row[None], use_cache=False).logits
-            log_p = out[0, :-1].float().log_softmax(-1)
-            losses.append(-log_p.gather(-1, row[1:, None]).double().mean())
+            losses.append(F.cross_entropy(out[0, :-1].float(), row[1:]).double())
             if i < kept:
                 logits.append(out.cpu())
     return {"logits": torch.cat(logits), "losses": torch.stack(losses).cpu()}

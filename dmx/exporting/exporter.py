@@ -86,7 +86,7 @@ def export(
         RunError: the folder exists, the disk is full, or the files do not load as they must.
     """
     check_choice(target, EXPORT_TARGETS, "export.target")
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     if folder.exists():
         raise RunError(f"export.folder={folder} exists. Choose another folder, or delete that one.")
     if not isinstance(assignment, Assignment):
