@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dmx.errors import RunError
-from experiments._report import read_record
+from experiments._reading import read_record
 from experiments._run import ERROR_FILE, Run
 
 TRACE_FILES = ("history.jsonl", "offsets.npz")

@@ -14,17 +14,9 @@ from matplotlib.figure import Figure
 
 from dmx.files import write_text
 from experiments import _plots
-from experiments._report import (
-    _STYLESHEET,
-    Html,
-    _asked_and_ran,
-    _environment,
-    _picture,
-    _section,
-    _table,
-    el,
-    read_record,
-)
+from experiments._html import Html, el, page, picture, scroll_table, section
+from experiments._provenance import asked_and_ran, environment
+from experiments._reading import read_record
 from experiments._results import Group, group_rows, spread_text
 from mor.statistics import OPERANDS, read_log
 from mor.training import read_rows
@@ -94,29 +86,20 @@ def write_training_report(folder: Path) -> Path:
     groups = group_rows(record["results"])
     model = (record.get("model") or {}).get("id") or "unknown model"
     sentences = [comparison_text(entry) for entry in comparison(groups)]
-    warnings = record.get("warnings") or []
-    body = el(
-        "main",
-        el("p", " · ".join((model, record["command"], record["finished"])), cls="eyebrow"),
-        el("aside", el("strong", "Warnings"), el("ul", (el("li", w) for w in warnings)))
-        if warnings
-        else None,
-        el("header", el("h1", "Training with MoR"), *(el("p", text) for text in sentences)),
-        _section("Results", _results(groups)),
-        _section("Loss", _loss_pictures(folder, groups)),
-        _section("What was decided", _decisions(folder, groups)),
-        _section("What was asked and what ran", _asked_and_ran(record)),
-        _section("Environment", _environment(record)),
+    text = page(
+        f"MoR training report: {model}",
+        " · ".join((model, record["command"], record["finished"])),
+        record.get("warnings") or [],
+        Html(el("h1", "Training with MoR") + "".join(el("p", s) for s in sentences)),
+        [
+            section("Results", _results(groups)),
+            section("Loss", _loss_pictures(folder, groups)),
+            section("What was decided", _decisions(folder, groups)),
+            section("What was asked and what ran", asked_and_ran(record)),
+            section("Environment", environment(record)),
+        ],
     )
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("title", f"MoR training report: {model}"),
-        el("style", Html(_STYLESHEET.read_text(encoding="utf-8"))),
-    )
-    page = "<!doctype html>\n" + el("html", head, el("body", body), lang="en") + "\n"
-    return write_text(folder / "report.html", page)
+    return write_text(folder / "report.html", text)
 
 
 def _results(groups: Sequence[Group]) -> Html:
@@ -136,7 +119,7 @@ def _results(groups: Sequence[Group]) -> Html:
             el("tr", el("th", group.label, scope="row"), (el("td", c, cls="num") for c in cells))
         )
     note = "Loss in nats/token on the validation text at the last step; ± over seeds."
-    return el("div", _table(head, rows), el("p", note, cls="note"))
+    return el("div", scroll_table(head, rows), el("p", note, cls="note"))
 
 
 def _loss_pictures(folder: Path, groups: Sequence[Group]) -> Html:
@@ -156,7 +139,7 @@ def _loss_pictures(folder: Path, groups: Sequence[Group]) -> Html:
             axes.set_ylabel("nats/token")
             _plots._steps_axis(axes)
             _plots._legend(axes)
-        pictures.append(_picture(figure, f"{title}; one line a seed."))
+        pictures.append(picture(figure, f"{title}; one line a seed."))
     return el("div", pictures, cls="figures")
 
 
@@ -190,7 +173,7 @@ def _decisions(folder: Path, groups: Sequence[Group]) -> list[Html]:
         cells = (el("td", f"{100 * share:.2f} %", cls="num") for share in shares)
         rows.append(el("tr", el("th", group.label, scope="row"), cells))
     note = "Share of elements in FP8, by operand, over all layers and steps."
-    parts.append(el("div", _table(head, rows), el("p", note, cls="note")))
+    parts.append(el("div", scroll_table(head, rows), el("p", note, cls="note")))
     maps = []
     for group in with_mor:
         header, log = read_log(folder / group.rows[0]["folder"] / "mor.jsonl")
@@ -198,7 +181,7 @@ def _decisions(folder: Path, groups: Sequence[Group]) -> list[Html]:
             f"{group.label}, seed {group.rows[0]['seed']}: share of elements in BF16, layers from "
             "top to bottom, steps from left to right."
         )
-        maps.append(_picture(fallback_map(header["layers"], log), caption, "png"))
+        maps.append(picture(fallback_map(header["layers"], log), caption, "png"))
     parts.append(el("div", maps, cls="figures"))
     return parts
 

@@ -33,7 +33,9 @@ from dmx.files import sha256, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
-from experiments._report import read_record, terminal_table, write_report, zero_shot_terminal
+from experiments._reading import read_record
+from experiments._report import write_report
+from experiments._tables import terminal_table, zero_shot_terminal
 
 console = Console(stderr=True)
 SOURCES = tuple(Path(str(package.__file__)).parent for package in (dmx, mor))

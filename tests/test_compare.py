@@ -17,7 +17,7 @@ from dmx.searching import SearchConfig
 from dmx.searching.ablation import unit_ablation
 from dmx.searching.objective import model_logits
 from experiments import compare, evaluate
-from experiments._report import agreement, raised_by_projection
+from experiments._maps import agreement, raised_by_projection
 
 TINY = [
     "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",

@@ -15,15 +15,10 @@ from rich.console import Console
 from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
 from dmx.targets import TARGETS, obstacles, split_groups
-from experiments._report import (
-    difference_text,
-    format_map,
-    locate,
-    terminal_table,
-    unit_format,
-    write_report,
-)
+from experiments._maps import format_map, locate
+from experiments._report import unit_format, write_report
 from experiments._results import SIGNIFICANT, difference_to, group_rows, verdicts
+from experiments._tables import difference_text, terminal_table
 
 BLOCKS, STEPS, WINDOWS = 30, 150, 140
 SHAPES = {

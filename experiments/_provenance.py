@@ -1,0 +1,67 @@
+"""Sections of a report on what was asked, what ran, and where."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from experiments._html import Html, el, scroll_table
+from experiments._reading import Record
+from experiments._tables import bytes_text, seconds_text
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings to dotted keys; lists stay whole."""
+    if isinstance(value, Mapping) and value:
+        pairs: dict[str, Any] = {}
+        for key, child in value.items():
+            pairs |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
+        return pairs
+    return {prefix: value}
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def asked_and_ran(record: Record) -> Html | None:
+    requested, actual = flatten(record.get("requested") or {}), flatten(record.get("actual") or {})
+    requested.pop("", None), actual.pop("", None)
+    keys = dict.fromkeys((*requested, *actual))
+    if not keys:
+        return None
+    missing = object()
+    differing = [k for k in keys if requested.get(k, missing) != actual.get(k, missing)]
+    rows = []
+    for key in sorted(keys, key=lambda k: k not in differing):
+        texts = [_value_text(side[key]) if key in side else "–" for side in (requested, actual)]
+        cls = "differs" if key in differing else None
+        rows.append(
+            el("tr", el("th", key, scope="row"), (el("td", text) for text in texts), cls=cls)
+        )
+    head = el("tr", (el("th", text, scope="col") for text in ("setting", "asked", "ran")))
+    says = f"{len(differing)} of {len(keys)} settings differ, first and in red." if differing else (
+        f"All {len(keys)} settings ran as asked.")  # fmt: skip
+    table = scroll_table(head, rows, cls="pairs")
+    body = table if differing else el("details", el("summary", "Show them"), table)
+    return el("div", el("p", says, cls="bad" if differing else "good"), body)
+
+
+def environment(record: Record) -> Html:
+    pairs: dict[str, Any] = {key: record.get(key) for key in ("command", "started", "finished")}
+    if record.get("wall_seconds") is not None:
+        pairs["wall time"] = seconds_text(record["wall_seconds"])
+    peak = record.get("peak_memory_bytes")
+    pairs["peak memory"] = (
+        bytes_text(peak) if peak is not None else record.get("peak_memory_bytes_reason")
+    )
+    seeds = sorted({row["seed"] for row in record["results"] if row.get("seed") is not None})
+    pairs["seed"] = seeds if len(seeds) > 1 else record.get("seed")
+    for key in ("device", "model", "data", "versions"):
+        pairs |= flatten(record.get(key) or {}, key)
+    rows = (
+        el("tr", el("th", key, scope="row"), el("td", "–" if value is None else _value_text(value)))
+        for key, value in pairs.items()
+    )
+    return el("div", el("table", el("tbody", rows), cls="pairs"), cls="scroll")
