@@ -13,7 +13,6 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 
 import io
 import json
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -184,8 +183,7 @@ class DifferentiableSearch:
     def take_step(
         self, bank: Bank, stepper: Callable[..., Any], batch_index: int
     ) -> dict[str, Any]:
-        """One step on one batch; its row of the history, which is also appended to `history`."""
-        config, started = self.config, time.perf_counter()
+        config = self.config
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
         tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
@@ -221,7 +219,6 @@ class DifferentiableSearch:
         for key in ("loss", "penalty", "soft_loss", "hard_loss", "projected_loss"):
             if row[key] is not None and not np.isfinite(row[key]):
                 row[key] = None
-        row["seconds"] = time.perf_counter() - started
         self.history.append(row)
         self.step += 1
         return row

@@ -231,7 +231,6 @@ def test_the_history_says_what_happened_at_every_step(tiny, tmp_path):
     keys = {
         "step", "temperature", "lr", "loss", "penalty", "soft_bits", "hard_bits",
         "projected_bits", "soft_loss", "hard_loss", "projected_loss", "grad_norm",
-        "seconds",
     }  # fmt: skip
     assert all(keys <= set(row) for row in rows)
     measured = [row["step"] for row in rows if row["hard_loss"] is not None]
