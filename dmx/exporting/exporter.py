@@ -180,14 +180,19 @@ def check_holds(assignment: Assignment, target: str, profile: str | None) -> Non
     setting = f"export.target={target}" + (f", export.profile={profile}" if profile else "")
     refused = {n: f for n, f in formats.items() if f != "bf16" and f not in holds.formats}
     if refused:
-        fitting = [k for k, t in TARGETS.items() if not obstacles(formats, t, t.loaders[0])]
+        rest = assignment.unquantized
+        fitting = [
+            name
+            for name, other in TARGETS.items()
+            if any(not obstacles(formats, other, loader, rest) for loader in other.loaders)
+        ]
         names = ", ".join(sorted(set(refused.values())))
         raise FormatError(
             f"{setting} does not hold {names}: {len(refused)} layers, first "
             f"{', '.join(list(refused)[:3])}. Targets that hold this assignment: "
             f"{'; '.join(fitting)}. Or search again with search.target."
         )
-    if holds.needs_fused_units and (split := split_groups(formats)):
+    if holds.needs_fused_units and (split := split_groups(formats, assignment.unquantized)):
         raise FormatError(
             f"{setting} needs one format in each fused group (vLLM runs q/k/v and gate/up as one "
             f"product each); {len(split)} groups are split, first {split[0]}. Use "
@@ -209,7 +214,7 @@ def _choose_profile(assignment: Assignment, target: str, profile: str | None) ->
         return profile
     for name in PROFILES:
         holds = TARGETS[target_key(target, name)]
-        if not obstacles(assignment.formats, holds, holds.loaders[-1]):
+        if not obstacles(assignment.formats, holds, holds.loaders[-1], assignment.unquantized):
             return name
     return PROFILES[-1]
 

@@ -74,14 +74,15 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
             "that it was made for."
         )
     names = {name: f.name for name, f in formats.items()}
+    left = [name for name in linears if name not in formats]
     space = SearchSpace(
         units=(),
         formats=(MXFP4,),
-        granularity="layer" if split_groups(names) else "fused",
+        granularity="layer" if split_groups(names, left) else "fused",
         shapes={n: (linears[n].out_features, linears[n].in_features) for n in formats},
         fixed=formats,
         fixed_elements={n: linears[n].weight.numel() for n in formats},
-        unquantized=tuple(n for n in linears if n not in formats),
+        unquantized=tuple(left),
         model_elements=sum(p.numel() for p in model.parameters()),
     )
     return make_assignment(

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -190,16 +191,26 @@ def _load_elsewhere(
             "kept": KEPT_ROWS, "packages": layout.packages, "out": str(out),
         }  # fmt: skip
         job_file.write_text(json.dumps(job))
-        command = [sys.executable, str(_fresh_load.__file__), str(job_file)]
         # -P and another directory: nothing of this project is importable by accident.
-        command.insert(1, "-P")
-        done = subprocess.run(command, capture_output=True, text=True, cwd=scratch, check=False)
-        if done.returncode:
+        command = [sys.executable, "-P", str(_fresh_load.__file__), str(job_file)]
+        failure = _run(command, scratch)
+        if failure is not None:
             raise RunError(
                 f"{folder}: transformers with {', '.join(layout.packages)} cannot load it in a "
-                f"fresh process:\n{done.stderr.strip()[-2000:]}"
+                f"fresh process:\n{failure.strip()[-2000:]}"
             )
         return load_file(str(out)), json.loads(Path(f"{out}.json").read_text())
+
+
+def _run(command: list[str], folder: str) -> str | None:
+    """Run to the end; None, or what it said when it failed."""
+    # amd-quark compiles its kernels once and looks for ninja, which pip puts beside python.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
+    return done.stderr if done.returncode else None
 
 
 @contextlib.contextmanager

@@ -108,6 +108,7 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
                 assert found == spec, f"{name}: planned {spec}, made {found}"
                 flat = tensor.detach().cpu().contiguous().flatten()
                 file.write(flat.view(torch.uint8).numpy().data)
+            del tensors, tensor, flat  # before the next layer is made
 
 
 def read_headers(folder: Path) -> dict[str, TensorSpec]:

@@ -1,0 +1,265 @@
+"""What is exported is what was assigned: files, bytes, logits in the loaders and in our own."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import dmx
+from dmx.assignment import Assignment
+from dmx.exporting import exporter
+from dmx.exporting._fresh_load import rows_of
+from dmx.exporting.layouts import layer_bytes, quantized
+from dmx.exporting.verify import as_loaded, check_loading, default_tokens
+from dmx.exporting.writing import read_headers
+from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from tests.exporting.conftest import HELD, VLLM, mixed, needs
+
+ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
+
+
+def export(model, assignment, folder, target, **options):
+    return dmx.export(model, assignment, folder, target=target, **options)
+
+
+# ---------------------------------------------------------------- loaders of other projects
+
+
+@needs("compressed-tensors")
+def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
+    loaded = make_tiny("llama")  # float32: exported, and compared, in bf16
+    assignment = mixed(loaded.model, HELD["compressed_tensors"])
+    before = {k: v.clone() for k, v in loaded.model.state_dict().items()}
+    done = export(
+        loaded.model, assignment, tmp_path / "out", "compressed_tensors",
+        tokenizer=loaded.tokenizer, max_shard_bytes=40_000,
+    )  # fmt: skip
+    assert done.profile == "transformers" and done.verification.equal
+    assert done.verification.max_difference == 0.0
+    index = json.loads((done.folder / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(read_headers(done.folder))
+    assert len(set(index["weight_map"].values())) > 2
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]  # nothing temporary is left
+    after = loaded.model.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+    card = (done.folder / "README.md").read_text()
+    for words in ("bit for bit", "| mxfp6_e2m3 |", "compressed-tensors 0.", "vLLM", "SGLang"):
+        assert words in card
+    for name in ("tokenizer.json", "generation_config.json", "assignment.json"):
+        assert (done.folder / name).is_file()
+
+
+@needs("compressed-tensors")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compressed_tensors_equals_the_fake_quantized_model(
+    architecture, make_tiny, tmp_path, loaded_here
+):
+    loaded = make_tiny(architecture, dtype="bfloat16")
+    for name, formats, units in (
+        ("vllm", VLLM, "fused"), ("transformers", HELD["compressed_tensors"], "layer")
+    ):  # fmt: skip
+        assignment = mixed(loaded.model, formats, units)
+        done = export(loaded.model, assignment, tmp_path / name, "compressed_tensors")
+        assert done.profile == name and done.verification.equal
+
+
+@needs("compressed-tensors")
+def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
+    make_tiny, tmp_path, loaded_here
+):
+    loaded = make_tiny("qwen3", dtype="bfloat16")
+    assignment = mixed(loaded.model, VLLM)
+    done = export(
+        loaded.model, assignment, tmp_path / "out", "compressed_tensors", inputs=True
+    )  # fmt: skip
+    found = done.verification
+    assert not found.equal and 0 < found.max_difference < 0.5 and 0 < found.kl < 1e-2
+    facts = json.loads((done.folder / "dmx_export.json").read_text())
+    assert "one mantissa bit" in facts["input_rule"] and facts["inputs"] is True
+    assert f"{found.max_difference:.4g}" in (done.folder / "README.md").read_text()
+
+
+@needs("torchao")
+def test_torchao_loads_all_five_formats_in_a_fresh_process(make_tiny, tmp_path):
+    loaded = make_tiny("qwen2", dtype="bfloat16")
+    done = export(
+        loaded.model, mixed(loaded.model, HELD["torchao"]), tmp_path / "out", "torchao",
+        inputs=True, max_shard_bytes=40_000,
+    )  # fmt: skip
+    assert done.verification.equal  # inputs included: its FLOOR is our floor
+
+
+@needs("amd-quark")
+@pytest.mark.slow  # amd-quark takes twenty seconds to import
+def test_quark_equals_the_fake_quantized_model(make_tiny, tmp_path, loaded_here):
+    for architecture in ARCHITECTURES:
+        loaded = make_tiny(architecture, dtype="bfloat16")
+        assignment = mixed(loaded.model, HELD["quark"])
+        folder = tmp_path / architecture
+        assert export(loaded.model, assignment, folder, "quark").verification.equal
+    found = export(loaded.model, assignment, tmp_path / "inputs", "quark", inputs=True).verification
+    assert not found.equal and found.max_difference < 0.1 and found.kl < 1e-4
+
+
+def test_configs_of_torchao_are_those_it_writes(make_tiny):
+    torchao = pytest.importorskip("torchao", reason="needs torchao: pip install 'dmx[export]'")
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    assert torchao
+    model = make_tiny("llama").model
+    assignment = mixed(model, HELD["torchao"])
+    ours = exporter.LAYOUTS["torchao"].config(assignment, True)["quant_type"]["default"]
+    elements = {
+        "mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
+        "mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
+    }  # fmt: skip
+    for layer, name in assignment.formats.items():
+        theirs = MXDynamicActivationMXWeightConfig(
+            activation_dtype=elements[name], weight_dtype=elements[name],
+            kernel_preference=KernelPreference.EMULATED, scaling_mode=ScaleCalculationMode.FLOOR,
+        )  # fmt: skip
+        assert ours["_data"]["fqn_to_config"][layer] == config_to_dict(theirs)
+
+
+# ---------------------------------------------------------------- files and our own loader
+
+
+@pytest.mark.parametrize("target", HELD)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_our_loader_gives_the_fake_quantized_model(architecture, target, make_tiny, tmp_path):
+    loaded = make_tiny(architecture, dtype="bfloat16")
+    inputs = target == "torchao"
+    assignment = mixed(loaded.model, HELD[target])
+    export(
+        loaded.model, assignment, tmp_path / "out", target, inputs=inputs, verify=False,
+        tokenizer=loaded.tokenizer,
+    )  # fmt: skip
+    back = dmx.load_exported(tmp_path / "out")
+    assert back.assignment == assignment and (back.target, back.inputs) == (target, inputs)
+    tokens = default_tokens(288)
+    with as_loaded(loaded.model) as reference:
+        dmx.apply(reference, assignment, inputs=inputs)
+        expected = rows_of(reference, tokens, 2)
+    found = rows_of(back.model, tokens, 2)
+    assert torch.equal(found["logits"], expected["logits"])
+    measured = [dmx.perplexity(m, tokens.flatten(), window=32) for m in (back.model, reference)]
+    assert measured[0] == measured[1] and math.isfinite(measured[0])
+    assert back.tokenizer.encode("a b") == loaded.tokenizer.encode("a b")
+
+
+@pytest.mark.parametrize("target", ["compressed_tensors", "quark"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "even", "rceil"])
+def test_bytes_are_bits_per_element_to_the_byte(rule, target, make_tiny, tmp_path):
+    model = make_tiny("smollm2", dtype="bfloat16").model
+    found = mixed(model, HELD[target])
+    assignment = Assignment.from_dict(
+        {**json.loads(found.save(tmp_path / "a.json").read_text()), "scale_rule": rule}
+    )
+    done = export(model, assignment, tmp_path / "out", target, verify=False)
+    headers = read_headers(done.folder)
+    by_hand = sum(
+        spec.bytes
+        for name, spec in headers.items()
+        if name.rpartition(".")[0] in assignment.formats
+    )
+    elements = sum(out * into for out, into in assignment.shapes.values())
+    assert by_hand == done.bytes["quantized_bytes"] == done.bytes["bits_per_element_bytes"]
+    assert by_hand == round(elements * assignment.bits["bits_per_element"] / 8)
+    assert sum(spec.bytes for spec in headers.values()) == done.bytes["total"]
+    assert f"{by_hand:,} bytes" in (done.folder / "README.md").read_text()
+    tokens = default_tokens(288)
+    back = dmx.load_exported(done.folder).model
+    with as_loaded(model) as reference:
+        dmx.apply(reference, assignment, inputs=False)
+        expected = rows_of(reference, tokens, 2)["logits"]
+    assert torch.equal(rows_of(back, tokens, 2)["logits"], expected)
+
+
+def test_torchao_says_that_it_stores_six_bits_in_bytes(make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    assignment = mixed(model, (MXFP6_E2M3,))
+    done = export(model, assignment, tmp_path / "out", "torchao", inputs=True, verify=False)
+    elements = sum(out * into for out, into in assignment.shapes.values())
+    assert done.bytes["quantized_bytes"] == elements * 33 // 32
+    assert "whole bytes" in (done.folder / "README.md").read_text()
+    assert "Not verified" in (done.folder / "README.md").read_text()
+
+
+def test_one_layer_is_quantized_at_a_time(make_tiny, tmp_path, monkeypatch):
+    model = make_tiny("llama").model
+    assignment = mixed(model, VLLM)
+    layout = exporter.LAYOUTS["quark"]
+    alive = []
+    import weakref
+
+    def encode(weight, *rest):
+        assert not [r for r in alive if r() is not None], "the layer before is still in memory"
+        made = layout.encode(weight, *rest)
+        alive.extend(weakref.ref(t) for t in made.values())
+        return made
+
+    import dataclasses
+
+    monkeypatch.setitem(exporter.LAYOUTS, "quark", dataclasses.replace(layout, encode=encode))
+    export(model, assignment, tmp_path / "out", "quark", verify=False)
+    assert len(alive) == 2 * len(assignment.formats)
+
+
+def test_the_assignment_alone_and_a_model_by_name(make_tiny, tmp_path):
+    loaded = make_tiny("llama", dtype="bfloat16")
+    assignment = mixed(loaded.model, VLLM)
+    done = export(loaded.model, assignment, tmp_path / "names", "assignment")
+    assert Assignment.load(done.folder / "assignment.json") == assignment
+    assert not list(done.folder.glob("*.safetensors"))
+    loaded.model.save_pretrained(tmp_path / "source")
+    loaded.tokenizer.save_pretrained(tmp_path / "source")
+    by_name = export(
+        str(tmp_path / "source"), done.folder / "assignment.json", tmp_path / "out", "quark",
+        verify=False,
+    )  # fmt: skip
+    assert dmx.load_exported(by_name.folder).assignment == assignment
+
+
+def test_rotary_frequencies_that_were_rounded_are_computed_anew(make_tiny):
+    model = make_tiny("llama", dtype="float32").model
+    exact = model.model.rotary_emb.inv_freq.clone()
+    model.to(torch.bfloat16)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16
+    with as_loaded(model) as reference:
+        assert reference is not model
+        assert torch.equal(reference.model.rotary_emb.inv_freq, exact)
+    model.model.rotary_emb.inv_freq = exact
+    model.model.rotary_emb.original_inv_freq = exact
+    with as_loaded(model) as reference:
+        assert reference is model  # no copy where none is needed
+
+
+def test_bf16_layers_of_an_assignment_stay_in_bf16(make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    body = json.loads(mixed(model, (MXFP4, MXFP8_E4M3)).save(tmp_path / "a.json").read_text())
+    layer = "model.layers.1.mlp.down_proj"
+    body["formats"][layer] = "bf16"
+    body["search"]["weighting"] = "layers"  # the averages are not those of the formats
+    assignment = Assignment.from_dict(body)
+    done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
+    assert read_headers(done.folder)[f"{layer}.weight"].dtype == torch.bfloat16
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    assert layer in config["ignore"] and layer not in quantized(assignment)
+    stated = sum(layer_bytes(f, assignment.shapes[n]) for n, f in quantized(assignment).items())
+    assert done.bytes["quantized_bytes"] == stated
+    dmx.load_exported(done.folder)
+
+
+@needs("compressed-tensors")
+def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_here):
+    model = make_tiny("llama", dtype="bfloat16").model
+    assignment = mixed(model, VLLM)
+    done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
+    layout = exporter.LAYOUTS["compressed_tensors"]
+    tokens = torch.randint(288, (5, 16), generator=torch.Generator().manual_seed(1))
+    found = check_loading(done.folder, layout, model, assignment, inputs=False, tokens=tokens)
+    assert found.equal and found.tokens == 80 and found.loss == found.reference_loss

@@ -1,0 +1,194 @@
+"""What an export refuses, in words that say the way out; and that a search's target keeps its word."""
+
+import dataclasses
+import shutil
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dmx
+from dmx.assignment import make_assignment
+from dmx.budget import Budget, project
+from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
+from dmx.exporting import exporter, writing
+from dmx.formats import FAMILIES, MXFP4, MXFP6_E3M2
+from dmx.models import ModelConfig, TinyConfig, meta_model
+from dmx.searching import SearchConfig, search_space
+from dmx.targets import SEARCH_TARGETS, TARGETS, obstacles
+from tests.exporting.conftest import VLLM, mixed
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def case(make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    options = {"target": "quark", "verify": False}
+
+    def export(assignment=None, folder=tmp_path / "out", **changed):
+        return dmx.export(model, assignment or mixed(model, VLLM), folder, **options | changed)
+
+    return model, export
+
+
+def test_a_format_that_the_target_cannot_hold(case):
+    model, export = case
+    with pytest.raises(FormatError) as error:
+        export(mixed(model, (MXFP4, MXFP6_E3M2)), target="compressed_tensors", profile="vllm")
+    for words in (
+        "export.profile=vllm does not hold mxfp6_e3m2", "7 layers",
+        "model.layers.0.self_attn.k_proj", "quark; torchao", "search.target",
+    ):  # fmt: skip
+        assert words in str(error.value)
+
+
+def test_a_folder_that_exists_is_not_touched(case, tmp_path):
+    _, export = case
+    (tmp_path / "out").mkdir()
+    with pytest.raises(RunError, match=r"export\.folder=.*out exists"):
+        export()
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_an_assignment_of_another_model(case, make_tiny):
+    _, export = case
+    other = mixed(make_tiny("llama", hidden_size=128).model, VLLM)
+    with pytest.raises(AssignmentError, match="for another model"):
+        export(other)
+
+
+def test_too_little_disk(case, tmp_path, monkeypatch):
+    _, export = case
+    monkeypatch.setattr(writing.shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 1000))
+    with pytest.raises(RunError, match=r"0\.00 GB free, the export needs 0\.07 GB"):
+        export()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_leaves_nothing(case, tmp_path, monkeypatch):
+    _, export = case
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporter, "write_tensors", full)
+    with pytest.raises(RunError, match="No space left on device"):
+        export()
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_features_no_multiple_of_32(case):
+    model, export = case
+    good = mixed(model, VLLM)
+    layer = "model.layers.0.mlp.down_proj"
+    odd = dataclasses.replace(good, shapes={**good.shapes, layer: (64, 80)})
+    with pytest.raises(FormatError, match=rf"{layer} has in_features=80, no multiple of 32"):
+        export(odd)
+
+
+def test_weights_that_are_not_finite(case):
+    model, export = case
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.up_proj").weight[3, 3] = torch.inf
+    with pytest.raises(FormatError, match="NaN or Inf"):
+        export()
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"target": "quarck"}, r"export\.target='quarck' is not allowed.*'quark'"),
+        ({"target": "quark", "profile": "vllm"}, "has no profiles"),
+        ({"target": "compressed_tensors", "profile": "vlm"}, r"export\.profile='vlm'.*'vllm'"),
+        ({"target": "llama_cpp", "profile": "vllm"}, "has no profiles"),
+    ],
+)
+def test_names_that_do_not_exist(changed, words, case):
+    with pytest.raises(DmxError, match=words):
+        case[1](**changed)
+
+
+def test_a_model_with_an_assignment_applied(case):
+    model, export = case
+    assignment = mixed(model, VLLM)
+    dmx.apply(model, assignment)
+    with pytest.raises(ModelError, match=r"call dmx\.restore"):
+        export(assignment)
+
+
+def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, monkeypatch):
+    monkeypatch.setattr("dmx.exporting.verify.importlib.util.find_spec", lambda _: None)
+    with pytest.raises(RunError, match=r"pip install amd-quark .*export\.verify=false"):
+        case[1](verify=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rule_that_quark_does_not_scale_inputs_by(case):
+    model, export = case
+    rule = dataclasses.replace(mixed(model, VLLM), scale_rule="rceil")
+    with pytest.raises(FormatError, match=r"floor, ceil, even.*'rceil'"):
+        export(rule, inputs=True)
+
+
+def test_folders_that_our_loader_refuses(case, tmp_path):
+    _, export = case
+    with pytest.raises(ModelError, match=r"holds no config\.json"):
+        dmx.load_exported(tmp_path)
+    done = export()
+    (tmp_path / "model").mkdir()
+    shutil.copytree(done.folder, tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no safetensors files"):
+        dmx.load_exported(tmp_path / "cut")
+    config = (done.folder / "config.json").read_text()
+    (done.folder / "config.json").write_text(config.replace('"quark"', '"gptq"'))
+    with pytest.raises(FormatError, match="quant_method 'gptq' is not read here"):
+        dmx.load_exported(done.folder)
+
+
+META = {
+    tied: meta_model(ModelConfig(id="t", tiny=TinyConfig(architecture="qwen2", tied=tied)))
+    for tied in (False, True)
+}
+EXPORTS = {
+    "vllm": ("compressed_tensors", "vllm"),
+    "transformers": ("compressed_tensors", "transformers"),
+    "vllm_quark": ("quark", None),
+}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from(sorted(SEARCH_TARGETS)), st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(["fused", "layer"]), st.booleans(), st.floats(4, 9), st.integers(0, 999),
+    st.lists(st.sampled_from(["*.0.*", "*.q_proj", "*.down_proj", "*.gate_proj"]), max_size=2),
+    st.dictionaries(
+        st.sampled_from(["*.o_proj", "*.v_proj", "*.up_proj", "*.1.mlp.*"]),
+        st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "bf16"]),
+        max_size=2,
+    ),
+)  # fmt: skip
+def test_what_a_search_target_yields_its_export_takes(
+    target, family, units, tied, limit, seed, exclude, fixed
+):
+    try:
+        config = SearchConfig(
+            name="random", family=family, units=units, target=target, exclude=exclude, fixed=fixed
+        )
+        space = search_space(META[tied], config)
+        draw = np.random.default_rng(seed)
+        wish = draw.random((len(space.units), len(space.formats) - 1))
+        choice = project(space, Budget(limit), np.zeros(len(space.units)), wish)
+    except DmxError:
+        return  # refused before a search: as it should be
+    assignment = make_assignment(space, choice, META[tied])
+    layout, profile = EXPORTS[target]
+    exporter.check_holds(assignment, layout, profile)
+    exporter.LAYOUTS[layout].check(assignment, False)
+    exporter._parts(META[tied], assignment, exporter.LAYOUTS[layout])
+    holds = TARGETS[exporter.target_key(layout, profile)]
+    assert not obstacles(assignment.formats, holds, SEARCH_TARGETS[target], assignment.unquantized)
