@@ -25,24 +25,32 @@ def _value_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
+_OPEN = (None, "auto")
+"""Values that leave a setting to the run: whatever it took is as asked."""
+
+
 def asked_and_ran(record: Record) -> Html | None:
+    """Every setting, and beside it what the run saw of it; those that it did not check have a –."""
     requested, actual = flatten(record.get("requested") or {}), flatten(record.get("actual") or {})
     requested.pop("", None), actual.pop("", None)
     keys = dict.fromkeys((*requested, *actual))
     if not keys:
         return None
-    missing = object()
-    differing = [k for k in keys if requested.get(k, missing) != actual.get(k, missing)]
+    checked = [k for k in requested if k in actual]
+    differing = [k for k in checked if requested[k] not in _OPEN and requested[k] != actual[k]]
     rows = []
-    for key in sorted(keys, key=lambda k: k not in differing):
+    for key in sorted(keys, key=lambda k: (k not in differing, k not in actual)):
         texts = [_value_text(side[key]) if key in side else "–" for side in (requested, actual)]
         cls = "differs" if key in differing else None
         rows.append(
             el("tr", el("th", key, scope="row"), (el("td", text) for text in texts), cls=cls)
         )
     head = el("tr", (el("th", text, scope="col") for text in ("setting", "asked", "ran")))
-    says = f"{len(differing)} of {len(keys)} settings differ, first and in red." if differing else (
-        f"All {len(keys)} settings ran as asked.")  # fmt: skip
+    says = (
+        f"{len(differing)} of {len(checked)} checked settings differ, first and in red."
+        if differing
+        else f"All {len(checked)} checked settings ran as asked."
+    )
     table = scroll_table(head, rows, cls="pairs")
     body = table if differing else el("details", el("summary", "Show them"), table)
     return el("div", el("p", says, cls="bad" if differing else "good"), body)

@@ -24,7 +24,7 @@ LABELS = {"differentiable": "dmx"}
 """Search name -> what tables call its rows; others keep their name."""
 
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
-"""Gives an assignment and facts of its search (seconds, peak_memory_bytes)."""
+"""Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
 
 
 def check_windows(
@@ -83,7 +83,8 @@ class Bench:
                 "window": evaluation.window,
             }  # fmt: skip
         run.facts = {"model": loaded.provenance, "data": facts}
-        run.actual |= {"device": str(run.device), "dtype": loaded.provenance["dtype"]}
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
 
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
@@ -126,6 +127,8 @@ class Bench:
                 score_folder=self.run.path("scores"),
             )  # fmt: skip
             facts: dict[str, Any] = {"seconds": time.perf_counter() - start}
+            if config.name == "differentiable":
+                facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
             if cuda:
                 facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
             return result.assignment, facts

@@ -7,6 +7,7 @@ import dataclasses
 
 from omegaconf import DictConfig
 
+from dmx.assignment import Assignment
 from dmx.formats import MX_FORMATS
 from dmx.models import meta_model
 from dmx.searching import search_space
@@ -38,9 +39,11 @@ def main(cfg: DictConfig) -> float | None:
             opponent = dataclasses.replace(config.search, name="kl")
             bench.searched(opponent, config.budget, name="kl")
         bench.searched(config.search, config.budget, name="assignment")
-        run.actual["steps"] = config.search.steps if config.search.name == "differentiable" else 0
-        found = verdicts(run.rows)
-        run.finish(seed=config.search.seed, verdict=found[0] if len(found) == 1 else None)
+        if config.search.name == "differentiable":
+            found = Assignment.load(run.path("assignment.json")).search
+            run.actual["search"] = {k: found[k] for k in ("steps", "cuda_graph") if k in found}
+        claims = verdicts(run.rows)
+        run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()
 
 

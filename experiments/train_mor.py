@@ -121,7 +121,10 @@ def _train(config: TrainMorRun, run: Run, accelerator: Accelerator) -> None:
     if not accelerator.is_main_process:
         return
     entries = comparison(group_rows(run.rows))
-    run.actual |= {"device": str(accelerator.device), "processes": accelerator.num_processes}
+    run.actual |= {
+        "run": {"device": str(accelerator.device)},
+        "processes": accelerator.num_processes,
+    }
     run.facts["comparison"] = entries
     run.finish(seed=config.seeds[0] if len(config.seeds) == 1 else None, verdict=None)
     write_training_report(run.folder)

@@ -341,12 +341,15 @@ def test_all_text_is_escaped(tmp_path):
 
 
 def test_setting_that_ran_otherwise_is_marked(tmp_path, page):
-    assert 'class="differs"' not in page and "settings ran as asked" in page
+    assert 'class="differs"' not in page and "All 7 checked settings ran as asked" in page
 
     def change(record):
         record["actual"]["backend"] = "reference"
+        record["requested"]["run"] = {"device": "auto", "threads": None, "folder": "x"}
+        record["actual"]["run"] = {"device": "cuda", "threads": 4}  # left open; folder not checked
 
     page = write_report(edited(write_run(tmp_path), change)).read_text()
+    assert "1 of 9 checked settings differ" in page and page.count('class="differs"') == 1
     assert re.search(
         r'<tr class="differs"><th scope="row">backend</th><td>triton</td><td>reference</td>', page
     )

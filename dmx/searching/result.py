@@ -22,4 +22,6 @@ class SearchResult:
     """A row a step; empty for searches without steps."""
     raw_offsets: np.ndarray | None = None
     """(steps + 1, U) float32, the first row before the first step."""
+    cuda_graph: str = "off"
+    """on | off: whether the steps ran as a CUDA graph."""
     warnings: list[str] = field(default_factory=list)

@@ -122,6 +122,7 @@ def search(
             run.run()
             choice, preference = run.projected_choice(), run.preference()
             history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
+            graph = "on" if run.uses_graph else "off"
         else:
             if score_folder is None and where is not None:
                 score_folder = where / "scores"
@@ -131,7 +132,7 @@ def search(
                 folder=None if score_folder is None else Path(score_folder),
             )  # fmt: skip
             choice, preference, _ = heuristic_choice(scan, space, budget, config)
-            history, raw, complaints = [], None, []
+            history, raw, complaints, graph = [], None, [], "off"
     return SearchResult(
         assignment=make_assignment(
             space, choice, model,
@@ -142,6 +143,7 @@ def search(
         seconds=time.perf_counter() - started,
         history=history,
         raw_offsets=raw,
+        cuda_graph=graph,
         warnings=complaints,
     )  # fmt: skip
 
