@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmx.assignment import Assignment
-from dmx.formats import ALIASES, BLOCK_FORMATS, get_mx_format
+from dmx.formats import BF16, get_block_format
 from dmx.models import meta_model
 from dmx.searching import SearchConfig
 from experiments._config import EvaluateRun, build_root
@@ -24,7 +24,12 @@ def main(cfg: DictConfig) -> None:
     files = {
         name: Assignment.load(name)
         for name in config.assignments
-        if name not in BLOCK_FORMATS and name not in ALIASES
+        if name.endswith(".json") or "/" in name or Path(name).is_file()
+    }
+    formats = {
+        name: get_block_format(name, setting="assignments")
+        for name in config.assignments
+        if name not in files
     }
     calibration = config.calibration if config.safety != "off" else None
     meta = meta_model(config.model)
@@ -39,15 +44,14 @@ def main(cfg: DictConfig) -> None:
             calibration=calibration, measured=config.eval, safety=config.safety,
         )  # fmt: skip
         for index, name in enumerate(config.assignments):
-            if name == "bf16":
-                bench.unquantized()
-            elif name in files:
+            if name in files:
                 kind = str(files[name].search.get("name") or Path(name).stem)
                 label = LABELS.get(kind, kind)
                 bench.rows(label, f"assignment-{index}.json", lambda n=name: (files[n], {}))  # type: ignore[misc]
+            elif formats[name] is BF16:
+                bench.unquantized()
             else:
-                block_format = get_mx_format(name, setting="assignments")
-                bench.uniform(block_format, SearchConfig(name="uniform"))
+                bench.uniform(formats[name], SearchConfig(name="uniform"))
         run.finish(seed=None, verdict=None)
 
 

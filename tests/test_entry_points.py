@@ -268,7 +268,9 @@ def test_a_damaged_row_names_its_file(run, tmp_path):
     ("names", "words"),
     [
         ("[]", r"ConfigError: assignments is empty: give paths .*mxfp4"),
+        ("[no/where]", r"AssignmentError: assignment=no/where: cannot be read"),
         ("[nowhere.json]", r"AssignmentError: assignment=nowhere\.json: cannot be read"),
+        ("[mxfp5]", r"FormatError: assignments='mxfp5' is no block format\. Did you mean 'mxfp"),
         ("[{damaged}]", r"AssignmentError: .*is no JSON file .*search again"),
     ],
 )
@@ -340,7 +342,7 @@ def start(module, *arguments, cwd):
             "evaluate",
             ["assignments=[mxfp5]"],
             2,
-            "AssignmentError: assignment=mxfp5: cannot be read",
+            "FormatError: assignments='mxfp5' is no block format. Did you mean",
         ),
     ],
 )
