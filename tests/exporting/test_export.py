@@ -14,6 +14,8 @@ from dmx.exporting.layouts import layer_bytes, quantized
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from dmx.layers import quantized_layers
+from dmx.quantizers import BlockQuantizer
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
@@ -263,3 +265,21 @@ def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_here):
     tokens = torch.randint(288, (5, 16), generator=torch.Generator().manual_seed(1))
     found = check_loading(done.folder, layout, model, assignment, inputs=False, tokens=tokens)
     assert found.equal and found.tokens == 80 and found.loss == found.reference_loss
+
+
+@needs("compressed-tensors")
+def test_the_rule_recorded_for_compressed_tensors_is_all_the_difference(
+    make_tiny, tmp_path, loaded_here
+):
+    """With inputs by `even`, as its rule is for MXFP4, our model equals the loaded one."""
+    model = make_tiny("llama", dtype="bfloat16").model
+    assignment = mixed(model, (MXFP4,))
+    options = {"target": "compressed_tensors", "inputs": True}
+    found = dmx.export(model, assignment, tmp_path / "out", **options).verification
+    assert not found.equal
+    with as_loaded(model) as reference:
+        dmx.apply(reference, assignment)
+        for layer in quantized_layers(reference).values():
+            layer.input_quantizer = BlockQuantizer(MXFP4, "even")
+        even = rows_of(reference, default_tokens(288), 2)
+    assert float(even["losses"].mean()) == found.loss
