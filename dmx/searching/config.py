@@ -18,6 +18,8 @@ from dmx.formats import (
 from dmx.targets import SEARCH_TARGETS
 
 SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
+SCANS = ("kl", "kl_per_bit", "fisher")
+"""Searches that measure units on `score_batches`."""
 OBJECTIVES = ("cross_entropy", "kl")
 PENALTIES = ("hinge", "scaling")
 LR_SCHEDULES = ("constant", "cosine")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from dmx.assignment import Assignment, make_assignment
 from dmx.budget import Budget, SearchSpace, build_space
-from dmx.errors import FormatError, ModelError
+from dmx.errors import DataError, FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.layers import is_applied
 from dmx.models import architecture_sha256, check_searchable
 from dmx.searching.batches import batches_sha256, list_batches
-from dmx.searching.config import SearchConfig
+from dmx.searching.config import SCANS, SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan, heuristic_choice
 from dmx.searching.result import SearchResult
@@ -102,6 +102,12 @@ def search(
     space = search_space(model, config)
     space.check_budget(budget)
     listed = list_batches(batches, model)
+    asked = config.score_batches
+    if config.name in SCANS and asked is not None and asked > len(listed):
+        raise DataError(
+            f"search.score_batches={asked}, but there are {len(listed)} batches: give more "
+            "(calibration.batches), or set search.score_batches=null to score on all"
+        )
     where = None if folder is None else Path(folder)
     started = time.perf_counter()
     device = next(model.parameters()).device

@@ -450,6 +450,15 @@ def test_every_search_checks_budget_and_patterns_before_it_runs(name, tiny):
         dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, fixed={"*": "mxfp4"}))
 
 
+def test_a_scan_on_more_batches_than_there_are_is_refused(tiny):
+    model, batches = tiny
+    for name in ("kl", "kl_per_bit", "fisher"):
+        with pytest.raises(DmxError, match=r"score_batches=4, but there are 3 batches.*null"):
+            dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, score_batches=4))
+    config = SearchConfig(name="weight_mse", score_batches=4)  # needs no batches
+    assert dmx.search(model, batches, Budget(5.0), config).assignment.formats
+
+
 def test_quantized_peft_and_expert_models_are_refused(tiny):
     model, batches = tiny
 
