@@ -1,7 +1,7 @@
 """Result tables and pictures in docs/results and README.md, made from records alone.
 
-    python scripts/make_tables.py            write them
-    python scripts/make_tables.py --check    exit 1 if a file differs from what the records give
+python scripts/make_tables.py            write them
+python scripts/make_tables.py --check    exit 1 if a file differs from what the records give
 """
 
 import argparse
@@ -89,7 +89,11 @@ def outputs() -> dict[Path, str | bytes]:
     made: dict[Path, str | bytes] = {}
     for path in sorted(RECORDS.glob("*.json")):
         record = json.loads(path.read_text())
-        if record.get("schema") != "dmx.record/1" or record["command"] not in ("compare", "evaluate", "search"):
+        if record.get("schema") != "dmx.record/1" or record["command"] not in (
+            "compare",
+            "evaluate",
+            "search",
+        ):
             continue
         name = path.stem
         text = f"# {name.replace('_', ' ')}\n\n{conditions(record)}\n\n{table(record)}\n"
@@ -102,12 +106,16 @@ def outputs() -> dict[Path, str | bytes]:
             readme = ROOT / "README.md"
             before, _, rest = readme.read_text().partition(START)
             _, _, after = rest.partition(END)
-            made[readme] = f"{before}{START}\n\n{table(record)}\n\n{conditions(record)}\n\n{END}{after}"
+            made[readme] = (
+                f"{before}{START}\n\n{table(record)}\n\n{conditions(record)}\n\n{END}{after}"
+            )
     return made
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     wrong = []
