@@ -102,6 +102,12 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
             f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
             f"All tensors: {size['total']:,} bytes."
         ]
+    if facts["head_apart"]:
+        lines += [
+            "",
+            "The source ties the head to the embedding; here the head is quantized and the "
+            "embedding is not, so both are stored and `tie_word_embeddings` is false.",
+        ]
     lines += [
         "",
         "## How to load it",

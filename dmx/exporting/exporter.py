@@ -148,7 +148,8 @@ def _export_model(
     check_disk_space(folder, parts)
     metadata = layout.metadata(assignment, inputs, list(plain))
     total = write_tensors(parts, folder, metadata, max_shard_bytes)
-    _write_config(model, folder, layout.config(assignment, inputs))
+    apart = is_head_apart(model, assignment)
+    _write_config(model, folder, layout.config(assignment, inputs), apart)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     sizes = {"total": total, **check_files(folder, layout, assignment, plain)}
@@ -158,7 +159,7 @@ def _export_model(
     facts = {
         "schema": FACTS_SCHEMA, "target": layout.name, "profile": profile, "inputs": inputs,
         "input_rule": layout.input_rule(assignment) if inputs else None, "bytes": sizes,
-        "verification": None if result is None else result.to_dict(),
+        "head_apart": apart, "verification": None if result is None else result.to_dict(),
     }  # fmt: skip
     write_json(folder / FACTS_FILE, facts)
     write_text(folder / "README.md", model_card(assignment, facts))
@@ -238,32 +239,50 @@ def _parts(
 ) -> tuple[list[Part], dict[str, TensorSpec]]:
     """Everything to write, in the order of the model, and the plain tensors among it.
 
-    A parameter under several names (tied embeddings) is written once, under the first.
+    A parameter under several names (tied embeddings) is written once, under the first; if the
+    head is quantized, twice: the embedding stays in BF16.
     """
     formats = quantized(assignment)
     parts: list[Part] = []
     plain: dict[str, TensorSpec] = {}
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
     state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
     for shared in names.values():
-        name, tensor = shared[0], state[shared[0]]
+        tensor = state[shared[0]]
         layers = [n.removesuffix(".weight") for n in shared if n.endswith(".weight")]
         taken = [layer for layer in layers if layer in formats]
-        if taken and len(shared) > 1:
+        others = [n for n in shared if n.removesuffix(".weight") not in taken]
+        if len(taken) > 1 or (taken and others and not _is_embedding(model, others)):
             raise AssignmentError(
-                f"{taken[0]} shares its weight with {', '.join(n for n in shared if n != f'{taken[0]}.weight')}: "
-                "a file holds it once, so it cannot be quantized for one of them alone. Leave it "
-                "in BF16 (search.include_lm_head=false, or search.exclude)."
+                f"{taken[0]} shares its weight with "
+                f"{', '.join(n for n in shared if n != f'{taken[0]}.weight')}: a file holds it "
+                "once. Leave it in BF16 (search.exclude)."
             )
         if taken:
             parts.append(_quantized_part(taken[0], tensor, assignment, layout))
+        if not others:
             continue
+        name = others[0]
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         plain[name] = TensorSpec(dtype, tuple(tensor.shape))
         parts.append(Part({name: plain[name]}, _copy(name, tensor, dtype)))
     return parts, plain
+
+
+def _is_embedding(model: nn.Module, names: list[str]) -> bool:
+    """Whether these are the one weight of an embedding."""
+    return len(names) == 1 and isinstance(
+        model.get_submodule(names[0].removesuffix(".weight")), nn.Embedding
+    )
+
+
+def is_head_apart(model: Any, assignment: Assignment) -> bool:
+    """Whether a quantized head leaves the embedding that it is tied to: the files are untied."""
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    head = model.get_output_embeddings()
+    return tied and any(model.get_submodule(n) is head for n in quantized(assignment))
 
 
 def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Any:
@@ -283,13 +302,15 @@ def _quantized_part(layer: str, weight: Tensor, assignment: Assignment, layout: 
     return Part(specs, make)
 
 
-def _write_config(model: Any, folder: Path, quantization: dict[str, Any]) -> None:
+def _write_config(model: Any, folder: Path, quantization: dict[str, Any], apart: bool) -> None:
     config = json.loads(model.config.to_json_string(use_diff=False))
     config.pop("_name_or_path", None)
     config |= {
         "architectures": [type(model).__name__], "dtype": "bfloat16",
         "quantization_config": quantization,
     }  # fmt: skip
+    if apart:
+        config["tie_word_embeddings"] = False
     write_json(folder / "config.json", config)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)

@@ -171,13 +171,20 @@ EXPORTS = {
         st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "bf16"]),
         max_size=2,
     ),
+    st.booleans(),
 )  # fmt: skip
 def test_what_a_search_target_yields_its_export_takes(
-    target, family, units, tied, limit, seed, exclude, fixed
+    target, family, units, tied, limit, seed, exclude, fixed, include_lm_head
 ):
     try:
         config = SearchConfig(
-            name="random", family=family, units=units, target=target, exclude=exclude, fixed=fixed
+            name="random",
+            family=family,
+            units=units,
+            target=target,
+            exclude=exclude,
+            fixed=fixed,
+            include_lm_head=include_lm_head,
         )
         space = search_space(META[tied], config)
         draw = np.random.default_rng(seed)

@@ -186,14 +186,35 @@ def test_tied_embeddings_are_written_once_and_never_quantized(make_tiny, tmp_pat
     assert "lm_head.weight" not in tensors and "model.embed_tokens.weight" in tensors
     assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert config["ignore"] == ["lm_head"]
-    headed = mixed(model, (MXFP4,), include_lm_head=True)
-    with pytest.raises(
-        AssignmentError, match=r"lm_head shares its weight with model\.embed_tokens"
-    ):
-        exported(model, headed, tmp_path / "headed")
-    untied = make_tiny("llama").model
-    tensors, _ = exported(untied, mixed(untied, (MXFP4,), include_lm_head=True), tmp_path / "head")
-    assert "lm_head.weight_packed" in tensors
+
+
+@needs("compressed-tensors")
+@pytest.mark.parametrize("architecture", ["smollm2", "llama"])  # tied, and not
+def test_a_quantized_head_leaves_the_embedding_as_it_is(
+    architecture, make_tiny, tmp_path, loaded_here
+):
+    model = make_tiny(architecture, dtype="bfloat16").model
+    assignment = mixed(model, VLLM, include_lm_head=True)
+    done = dmx.export(model, assignment, tmp_path / "out", target="compressed_tensors")
+    assert done.verification.equal
+    headers = read_headers(done.folder)
+    assert headers["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert {"lm_head.weight_packed", "lm_head.weight"} & set(headers)
+    config = json.loads((done.folder / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    card = (done.folder / "README.md").read_text()
+    assert ("ties the head" in card) == (architecture == "smollm2")
+    back = dmx.load_exported(done.folder).model
+    assert torch.equal(back.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert model.config.tie_word_embeddings == (architecture == "smollm2")
+
+
+def test_layers_that_share_a_weight_are_refused(make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    blocks = model.model.layers
+    blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
+    with pytest.raises(AssignmentError, match=r"0\.mlp\.up_proj shares its weight with .*1\.mlp"):
+        exported(model, mixed(model, (MXFP4,)), tmp_path / "out")
 
 
 @pytest.mark.parametrize("profile", [None, "vllm", "transformers"])
