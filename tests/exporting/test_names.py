@@ -14,10 +14,6 @@ from tests.exporting.conftest import HELD, VLLM, mixed
 L0 = "model.layers.0"
 
 
-def formats_of(config, model):
-    return read_assignment(config, model)
-
-
 @pytest.mark.parametrize("target", ["compressed_tensors", "quark"])
 def test_our_own_configs_read_back_as_the_assignment(target, make_tiny, tmp_path):
     model = make_tiny("qwen3").model
