@@ -124,7 +124,11 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         "architecture_sha256": architecture_sha256(model.config),
         "note": config.note,
     }
-    return LoadedModel(model.to(device, config.torch_dtype).eval(), tokenizer, provenance)
+    # Parameters alone: rotary frequencies are float32 buffers in every loader, and rounding them to
+    # bf16 moves the perplexity (SmolLM2 by 0.04 %).
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, config.torch_dtype)
+    return LoadedModel(model.to(device).eval(), tokenizer, provenance)
 
 
 def meta_model(config: ModelConfig) -> Any:

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits handled at once by losses of rows; 256 MiB of float32."""
+CHUNK_ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
+"""Logits handled at once by losses of rows, by device type: 256 MiB of float32 where memory is the
+limit, 4 MiB where the passes over a chunk should find it in the cache."""
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> float:
@@ -42,7 +43,8 @@ def kl_divergence(reference_logits: Tensor, logits: Tensor) -> Tensor:
 
 def _row_chunks(logits: Tensor) -> Iterator[slice]:
     """Rows some at a time: float32 copies of all logits would be the peak of a step's memory."""
-    rows = max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
+    elements = CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS["cuda"])
+    rows = max(1, elements // max(1, logits.shape[-1]))
     return (slice(i, i + rows) for i in range(0, logits.shape[0], rows))
 
 
