@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,3 +98,20 @@ def tiny_random(make_tiny: MakeTiny) -> LoadedModel:
 def tiny_trained(make_tiny: MakeTiny) -> LoadedModel:
     """Trained for a few seconds: its layers differ in how much a format hurts."""
     return make_tiny("llama", train_steps=300)
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """run(search, "budget=bits_4p5", ...) -> (exit code, standard output, standard error)."""
+
+    def command(module, *arguments):
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        code = 0
+        try:
+            module.main()
+        except SystemExit as error:
+            code = error.code
+        out, err = capfd.readouterr()
+        return code, out, " ".join(err.split())
+
+    return command

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -24,21 +23,6 @@ TINY = [
     "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
     "evaluation.batch_size=4", "evaluation.max_windows=6", "search.steps=4", "search.units=layer",
 ]  # fmt: skip
-
-
-@pytest.fixture
-def run(monkeypatch, capfd):
-    def command(module, *arguments):
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        code = 0
-        try:
-            module.main()
-        except SystemExit as error:
-            code = error.code
-        out, err = capfd.readouterr()
-        return code, out, " ".join(err.split())
-
-    return command
 
 
 @pytest.fixture
