@@ -15,8 +15,6 @@ together (weight_mse knows no inputs). With three candidates a step needs the on
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +30,11 @@ from dmx.formats import BlockFormat
 from dmx.kernels import ops
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig
-from dmx.searching.graph import is_purely_causal, maskless_attention
 from dmx.searching.objective import Divergence, cross_entropy, model_logits
 from dmx.searching.offsets import Bank, SearchLinear, searching_model
-from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
+from dmx.searching.replay import Disturbances, quick_attention
 from dmx.searching.scores import ScoreFile, code_version
 
-STACKED_LOGITS = {"cuda": 1 << 31, "cpu": 1 << 27}
-"""Logits of disturbed models held at once, by device type."""
 PARTIAL_SUMS = 512
 """Partial sums of a score: programs of a kernel add to their own, in an order that stays."""
 
@@ -60,11 +55,19 @@ def random_preference(space: SearchSpace, seed: int) -> np.ndarray:
     return np.sort(draws, axis=1)[:, ::-1]
 
 
-def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np.ndarray:
+def solve_knapsack(
+    space: SearchSpace,
+    budget: Budget,
+    scores: np.ndarray,
+    *,
+    near: np.ndarray | None = None,
+    most_changes: int | None = None,
+) -> np.ndarray:
     """The choice with the least sum of scores within the budget, exactly.
 
     Args:
-        scores: (U, F) float64, score of each unit at each candidate.
+        scores: (U, F) float64, score of each unit at each candidate; inf is never chosen.
+        near, most_changes: only choices that differ from `near` (U,) in so many units at most.
 
     Returns:
         (U,) int64.
@@ -84,17 +87,20 @@ def solve_knapsack(space: SearchSpace, budget: Budget, scores: np.ndarray) -> np
     unit_cost = cost.max() or 1.0
     one_each = np.kron(np.eye(n_units), np.ones(n_formats))
     # Scores span many decades; the solver's tolerances are absolute.
-    saved = scores[:, :1] - scores
+    allowed = np.isfinite(scores)
+    saved = np.where(allowed, scores.min(1, keepdims=True) - scores, 0.0)
+    constraints = [
+        scipy.optimize.LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
+        scipy.optimize.LinearConstraint(one_each, 1, 1),
+    ]
+    if near is not None and most_changes is not None:
+        kept = np.eye(n_formats)[near].ravel()[None]
+        constraints.append(scipy.optimize.LinearConstraint(kept, n_units - most_changes, np.inf))
     result = scipy.optimize.milp(
         -(saved / (np.abs(saved).max() or 1.0)).ravel(),
-        constraints=[
-            scipy.optimize.LinearConstraint(
-                cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost
-            ),
-            scipy.optimize.LinearConstraint(one_each, 1, 1),
-        ],
+        constraints=constraints,
         integrality=np.ones(scores.size),
-        bounds=scipy.optimize.Bounds(0, 1),
+        bounds=scipy.optimize.Bounds(0, allowed.ravel().astype(float)),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:
@@ -187,83 +193,24 @@ class Scan:
     def _scan_kl(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
         n_units, n_batches = len(self.space.units), len(self.batches)
         sums, done = _partial(files, n_units)
+        changes = [(u, f) for u in range(n_units) for f in formats]
         with (
             searching_model(
                 self.model, self.space, self.config.format_family, self.config.scale_rule
             ) as bank,
-            progress(
-                "kl scan", n_batches * n_units * len(formats), done=done * n_units * len(formats)
-            ) as advance,
-            self._quick_attention(),
+            progress("kl scan", n_batches * len(changes), done=done * len(changes)) as advance,
+            quick_attention(self.model, self.batches[0]),
         ):
-            bank.set_full()
-            replay = PrefixReplay(self.model)
-            reuse = prefix_replay_is_exact(self.model, self.batches[0][:1].to(self.device))
-            groups = self._groups(replay if reuse else None)
+            disturbances = Disturbances(
+                self.model, bank, self.space, self.batches[0].to(self.device)
+            )
             for index in range(done, n_batches):
                 tokens = self.batches[index].to(self.device)
-                bank.set_full()
-                reference = replay.reference(tokens) if reuse else model_logits(self.model, tokens)
-                divergence = Divergence(reference)
-                batch_sums = torch.zeros(
-                    n_units, len(formats), dtype=torch.float64, device=self.device
-                )
-                for block, units in groups:
-                    jobs = [(u, f) for u in units for f in range(len(formats))]
-                    for part in _split(jobs, self._stack_size(reference)):
-                        self._disturb(
-                            bank, replay, tokens, block, part, formats, divergence, batch_sums
-                        )
-                        for _ in part:
-                            advance("")
-                sums += batch_sums.cpu().numpy() / (tokens.numel() * n_batches)
+                reference = disturbances.start(tokens, [None] * n_units, fixed=False)
+                found = disturbances.kl_sums(changes, Divergence(reference), advance).cpu().numpy()
+                sums += found.reshape(n_units, -1) / (tokens.numel() * n_batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
-
-    def _quick_attention(self) -> AbstractContextManager[None]:
-        """On a GPU, building a mask waits for the device in every pass; causal models need none."""
-        length = self.batches[0].shape[1]
-        if self.device.type == "cuda" and is_purely_causal(self.model, length):
-            return maskless_attention(self.model)
-        return nullcontext()
-
-    def _groups(self, replay: PrefixReplay | None) -> list[tuple[int, list[int]]]:
-        """(block, units in it); block -1: no reuse."""
-        if replay is None:
-            return [(-1, list(range(len(self.space.units))))]
-        groups: dict[int, list[int]] = {}
-        for u, unit in enumerate(self.space.units):
-            found = {replay.block_of(layer) for layer in unit.layers}
-            groups.setdefault(found.pop() if len(found) == 1 else -1, []).append(u)
-        return sorted(groups.items())
-
-    def _stack_size(self, logits: Tensor) -> int:
-        return max(1, STACKED_LOGITS.get(self.device.type, 1 << 27) // logits.numel())
-
-    def _disturb(
-        self, bank: Bank, replay: PrefixReplay, tokens: Tensor, block: int,
-        jobs: list[tuple[int, int]], formats: list[BlockFormat], divergence: Divergence, sums: Tensor,
-    ) -> None:  # fmt: skip
-        """Adds the summed KL of each (unit, format) of one block to sums[unit, format]."""
-
-        def disturbed(job: tuple[int, int]) -> None:
-            alone: list[BlockFormat | None] = [None] * len(self.space.units)
-            alone[job[0]] = formats[job[1]]
-            bank.set_formats(alone, fixed=False)
-
-        if block < 0:
-            for job in jobs:
-                disturbed(job)
-                sums[job] += divergence.sum(model_logits(self.model, tokens))
-            return
-        outputs = []
-        for job in jobs:
-            disturbed(job)
-            outputs.append(replay.block_output(block))
-        bank.set_full()
-        logits = replay.logits_after(tokens, block, outputs)
-        for job, own in zip(jobs, logits.chunk(len(jobs)), strict=True):
-            sums[job] += divergence.sum(own)
 
     # fisher: parts are batches -----------------------------------------------------------------
 
@@ -366,13 +313,6 @@ def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:
     if len(done) != 1 or done == {0}:
         return np.zeros((n_units, len(files))), 0
     return np.stack([f[0] for f in found if f is not None], axis=1), done.pop()
-
-
-def _split(jobs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    """Parts of nearly equal length, none longer than `size`."""
-    n_parts = -(-len(jobs) // size)
-    bounds = [len(jobs) * i // n_parts for i in range(n_parts + 1)]
-    return [jobs[a:b] for a, b in pairwise(bounds)]
 
 
 # --- choosing ----------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dmx.budget import Budget
-from dmx.searching import SearchConfig, heuristics, search_space
+from dmx.searching import SearchConfig, replay, search_space
 from dmx.searching.differentiable import DifferentiableSearch
-from dmx.searching.heuristics import Scan, _split
+from dmx.searching.heuristics import Scan
 from dmx.searching.objective import model_logits
 from dmx.searching.offsets import anneal, searching_model
-from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
+from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact, split_evenly
 
 
 @pytest.fixture
@@ -35,10 +35,10 @@ def test_a_scan_with_reused_prefixes_gives_the_scores_of_the_naive_one(
 ):
     model, batches = make_tiny("llama", dtype=dtype, layers=3).model.eval(), tiny[1]
     config = SearchConfig(name="kl", units=units, family="mxfp8_mxfp6_mxfp4")
-    monkeypatch.setitem(heuristics.STACKED_LOGITS, "cpu", 3 * 2 * 48 * 288)  # three at once
+    monkeypatch.setitem(replay.STACKED_LOGITS, "cpu", 3 * 2 * 48 * 288)  # three at once
     assert prefix_replay_is_exact(model, batches[0][:1])
     reused = kl_scores(model, batches, config)
-    monkeypatch.setattr(heuristics, "prefix_replay_is_exact", lambda *_: False)
+    monkeypatch.setattr(replay, "prefix_replay_is_exact", lambda *_: False)
     naive = kl_scores(model, batches, config)
     # Stacked batches may round otherwise inside matrix products.
     tolerance = 1e-4 if dtype == "float32" else 0.05
@@ -56,22 +56,22 @@ def test_a_block_alone_runs_once_for_each_disturbance(tiny):
             calls[i] += 1
 
         block.register_forward_hook(count)
-    replay = PrefixReplay(model)
+    passes = PrefixReplay(model)
     with torch.no_grad():
-        full = replay.reference(batches[0])
+        full = passes.reference(batches[0])
         assert calls == [1, 1, 1]
-        output = replay.block_output(1)
+        output = passes.block_output(1)
         assert calls == [1, 2, 1]
-        assert torch.equal(output, replay._outputs[1])
-        assert torch.equal(replay.logits_after(batches[0], 1, [output]), full)
+        assert torch.equal(output, passes._outputs[1])
+        assert torch.equal(passes.logits_after(batches[0], 1, [output]), full)
         assert calls[2] == 2
 
 
 def test_disturbances_are_shared_out_evenly():
     jobs = [(i, 0) for i in range(7)]
-    assert [len(p) for p in _split(jobs, 5)] == [3, 4]
+    assert [len(p) for p in split_evenly(jobs, 5)] == [3, 4]
     for n, size in itertools.product(range(1, 12), range(1, 14)):
-        parts = _split(jobs[:n], size)
+        parts = split_evenly(jobs[:n], size)
         assert list(itertools.chain(*parts)) == jobs[:n]
         assert all(0 < len(p) <= size for p in parts)
 
