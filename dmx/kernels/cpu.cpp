@@ -1,4 +1,5 @@
-// MX and continuous quantization on CPU, equal to dmx.numerics bit for bit.
+// MX and continuous quantization on CPU, equal to dmx.numerics bit for bit; and losses of rows of
+// logits, equal to them within float32 rounding.
 //
 // A tensor comes as `rows` rows of `n` contiguous values; blocks of 32 run along a row and the
 // last one of a row may be short. All arithmetic is on magnitudes in float32, the sign bit is put
@@ -389,6 +390,161 @@ void continuous_backward(const void* grad, const void* x, void* grad_x, float* s
   });
 }
 
+// ---- losses of rows of logits ----------------------------------------------------------------
+
+// exp(x) for x <= 0 within 2 units in the last place; 0 where the result is below 2^-126. NaN stays.
+// x = n ln2 + r with |r| <= ln2 / 2; the polynomial is that of Cephes' expf.
+inline float exp_negative(float x) {
+  const float kept = x < -87.0f ? -87.0f : x;
+  const float c = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const float shifted = kept * 1.44269504f + c, n = shifted - c;
+  const float r = (kept - n * 0.693359375f) + n * 2.12194440e-4f;  // ln2 in two parts
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // The low bits of `shifted` hold n in two's complement.
+  const float scaled = p * float_of((bits_of(shifted) + kBias) << kMantissaBits);
+  return x < -87.0f ? 0.0f : scaled;
+}
+
+// 32 values from `at` on; those past the end of the row are -Inf, whose probability is 0.
+template <class T>
+inline void load_logits(const typename T::Storage* row, int64_t at, int64_t n, float* values) {
+  uint32_t bits[kBlock];
+  const int64_t left = n - at;
+  if (left >= kBlock) {
+    T::load(row + at, bits);
+  } else {
+    T::load(Padded<T>(row + at, int(left)).values, bits);
+    for (int64_t i = left; i < kBlock; ++i) bits[i] = kInf | kSign;
+  }
+  std::memcpy(values, bits, sizeof bits);
+}
+
+// Sum of term(block start, 32 float results) over a row: at most 64 in float32, the rest in float64.
+template <class Terms>
+inline double sum_of_row(int64_t n, Terms terms) {
+  double total = 0.0;
+  for (int64_t chunk = 0; chunk < n; chunk += 64 * kBlock) {
+    const int64_t end = chunk + 64 * kBlock < n ? chunk + 64 * kBlock : n;
+    float lanes[kBlock] = {}, own[kBlock];
+    for (int64_t at = chunk; at < end; at += kBlock) {
+      terms(at, own);
+      for (int i = 0; i < kBlock; ++i) lanes[i] += own[i];
+    }
+    for (int i = 0; i < kBlock; ++i) total += double(lanes[i]);
+  }
+  return total;
+}
+
+// log(sum(exp(logits))) of a row as largest + rest: probabilities are exp(logit - largest - rest).
+struct Normalizer {
+  float largest, rest;
+};
+
+template <class T>
+inline Normalizer normalizer(const typename T::Storage* row, int64_t n) {
+  float lanes[kBlock], values[kBlock];
+  for (int i = 0; i < kBlock; ++i) lanes[i] = -__builtin_inff();
+  for (int64_t at = 0; at < n; at += kBlock) {
+    load_logits<T>(row, at, n, values);
+    for (int i = 0; i < kBlock; ++i) lanes[i] = values[i] > lanes[i] ? values[i] : lanes[i];
+  }
+  float largest = lanes[0];
+  for (int i = 1; i < kBlock; ++i) largest = lanes[i] > largest ? lanes[i] : largest;
+  const double sum = sum_of_row(n, [=](int64_t at, float* own) {
+    load_logits<T>(row, at, n, own);
+    for (int i = 0; i < kBlock; ++i) own[i] = exp_negative(own[i] - largest);
+  });
+  return {largest, float(__builtin_log(sum))};
+}
+
+template <class T>
+inline void store_gradient(const float* values, typename T::Storage* row, int64_t at, int64_t n) {
+  uint32_t bits[kBlock];
+  typename T::Storage stored[kBlock];
+  std::memcpy(bits, values, sizeof bits);
+  T::store(bits, stored);
+  for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
+    stored[i] = (bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
+  const int64_t left = n - at;
+  std::memcpy(row + at, stored, (left < kBlock ? left : kBlock) * sizeof stored[0]);
+}
+
+template <class T>
+void cross_entropy(const void* logits, const int64_t* targets, void* gradient, float scale,
+                   float* losses, int64_t rows, int64_t n, int threads) {
+  using Storage = typename T::Storage;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const Storage* row = static_cast<const Storage*>(logits) + r * n;
+    Storage* out = gradient ? static_cast<Storage*>(gradient) + r * n : nullptr;
+    const int64_t target = targets[r];
+    if (target < 0) {
+      losses[r] = 0.0f;
+      if (out) std::memset(out, 0, n * sizeof(Storage));
+      continue;
+    }
+    const Normalizer z = normalizer<T>(row, n);
+    float values[kBlock];
+    load_logits<T>(row, target, n, values);
+    losses[r] = z.rest - (values[0] - z.largest);
+    if (!out) continue;
+    for (int64_t at = 0; at < n; at += kBlock) {
+      load_logits<T>(row, at, n, values);
+      for (int i = 0; i < kBlock; ++i)
+        values[i] = exp_negative((values[i] - z.largest) - z.rest);
+      if (target >= at && target < at + kBlock) values[target - at] -= 1.0f;
+      for (int i = 0; i < kBlock; ++i) values[i] *= scale;
+      store_gradient<T>(values, out, at, n);
+    }
+  }
+}
+
+// normalized: `reference` holds log probabilities.
+template <class R, class T>
+void kl(const void* reference, const void* logits, void* gradient, float scale, int normalized,
+        float* losses, int64_t rows, int64_t n, int threads) {
+  using Storage = typename T::Storage;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t r = 0; r < rows; ++r) {
+    const auto* wanted = static_cast<const typename R::Storage*>(reference) + r * n;
+    const Storage* row = static_cast<const Storage*>(logits) + r * n;
+    const Normalizer y = normalized ? Normalizer{0.0f, 0.0f} : normalizer<R>(wanted, n);
+    const Normalizer z = normalizer<T>(row, n);
+    Storage* out = gradient ? static_cast<Storage*>(gradient) + r * n : nullptr;
+    const double sum = sum_of_row(n, [=](int64_t at, float* own) {
+      float log_q[kBlock], log_p[kBlock], q[kBlock];
+      load_logits<R>(wanted, at, n, log_q);
+      load_logits<T>(row, at, n, log_p);
+      for (int i = 0; i < kBlock; ++i) {
+        log_q[i] = (log_q[i] - y.largest) - y.rest;
+        log_p[i] = (log_p[i] - z.largest) - z.rest;
+        q[i] = exp_negative(log_q[i]);
+        const float term = q[i] * (log_q[i] - log_p[i]);
+        own[i] = q[i] == 0.0f ? 0.0f : term;
+      }
+      if (!out) return;
+      for (int i = 0; i < kBlock; ++i) log_p[i] = (exp_negative(log_p[i]) - q[i]) * scale;
+      store_gradient<T>(log_p, out, at, n);
+    });
+    losses[r] = float(sum);
+  }
+}
+
+template <class T>
+void kl_of(int wide_reference, const void* reference, const void* logits, void* gradient,
+           float scale, int normalized, float* losses, int64_t rows, int64_t n, int threads) {
+  if (wide_reference)
+    kl<Float32, T>(reference, logits, gradient, scale, normalized, losses, rows, n, threads);
+  else
+    kl<T, T>(reference, logits, gradient, scale, normalized, losses, rows, n, threads);
+}
+
 }  // namespace
 
 // dtype: 0 fp32, 1 bf16, 2 fp16.
@@ -422,6 +578,21 @@ void dmx_continuous_backward(int dtype, const void* grad, const void* x, void* g
                              int64_t rows, int64_t n, const Path* path, int threads) {
   DMX_DISPATCH(dtype, continuous_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n,
                *path, threads)
+}
+
+// gradient may be null. A negative target: loss and gradient 0.
+void dmx_cross_entropy(int dtype, const void* logits, const void* targets, void* gradient,
+                       float scale, void* losses, int64_t rows, int64_t n, int threads) {
+  DMX_DISPATCH(dtype, cross_entropy, logits, static_cast<const int64_t*>(targets), gradient, scale,
+               static_cast<float*>(losses), rows, n, threads)
+}
+
+// wide_reference: the reference is fp32, whatever the logits are; else it is of their dtype.
+void dmx_kl(int dtype, int wide_reference, const void* reference, const void* logits,
+            void* gradient, float scale, int normalized, void* losses, int64_t rows, int64_t n,
+            int threads) {
+  DMX_DISPATCH(dtype, kl_of, wide_reference, reference, logits, gradient, scale, normalized,
+               static_cast<float*>(losses), rows, n, threads)
 }
 
 }  // extern "C"

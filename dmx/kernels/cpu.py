@@ -42,13 +42,36 @@ def find_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
+@cache
+def openmp_runtime() -> Path | None:
+    """File of the OpenMP runtime that torch itself calls; None when it cannot be told.
+
+    Others may be loaded beside it (sentencepiece brings one of its own), so torch's library is
+    asked for a symbol of it, and the memory map for the file at that address.
+    """
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if platform.system() != "Linux" or not library.exists():
+        return None
+    try:
+        symbol = ctypes.CDLL(str(library)).omp_get_max_threads
+    except AttributeError:  # built without OpenMP
+        return None
+    address = ctypes.cast(symbol, ctypes.c_void_p).value
+    assert address is not None
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        first, last = (int(bound, 16) for bound in fields[0].split("-"))
+        if first <= address < last:
+            return Path(fields[5])
+    return None
+
+
 def _openmp_flags() -> list[str]:
     """OpenMP from the runtime that torch itself uses: two thread pools would fight for cores."""
     if platform.system() != "Linux":
         return []
-    maps = Path("/proc/self/maps").read_text().split()
-    runtime = next((p for p in maps if "/libgomp" in p and ".so" in p), None)
-    return ["-fopenmp", *([runtime, f"-Wl,-rpath,{Path(runtime).parent}"] if runtime else [])]
+    runtime = openmp_runtime()
+    return ["-fopenmp", *([str(runtime), f"-Wl,-rpath,{runtime.parent}"] if runtime else [])]
 
 
 def _processor() -> str:
@@ -127,7 +150,14 @@ def load_library() -> ctypes.CDLL:
     library.dmx_quantize.argtypes = [number, *[pointer] * 3, *shape, pointer, number, number]
     library.dmx_continuous.argtypes = [number, pointer, pointer, *shape, pointer, number]
     library.dmx_continuous_backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
-    for function in ("fake_quant", "quantize", "continuous", "continuous_backward"):
+    factor = ctypes.c_float
+    library.dmx_cross_entropy.argtypes = [number, *[pointer] * 3, factor, pointer, *shape, number]
+    library.dmx_kl.argtypes = [
+        number, number, *[pointer] * 3, factor, number, pointer, *shape, number
+    ]  # fmt: skip
+    for function in (
+        "fake_quant", "quantize", "continuous", "continuous_backward", "cross_entropy", "kl"
+    ):  # fmt: skip
         getattr(library, f"dmx_{function}").restype = None
     return library
 
@@ -229,3 +259,41 @@ def continuous_fake_quant_backward(
         _threads(x),
     )  # fmt: skip
     return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)
+
+
+def cross_entropy_rows(
+    logits: Tensor, targets: Tensor, gradient: Tensor | None, scale: float
+) -> Tensor:
+    """See `dmx.numerics.cross_entropy_rows`; arguments are checked by the door.
+
+    Each row is one thread's work, so results do not depend on the number of threads.
+    """
+    rows, n = logits.shape
+    if n == 0 or (rows and int(targets.max()) >= n):
+        raise IndexError(f"targets must lie below the {n} columns of logits")
+    logits, targets = logits.contiguous(), targets.contiguous()
+    losses = torch.empty(rows, dtype=torch.float32)
+    load_library().dmx_cross_entropy(
+        _DTYPE_CODES[logits.dtype], logits.data_ptr(), targets.data_ptr(),
+        None if gradient is None else gradient.data_ptr(), scale, losses.data_ptr(), rows, n,
+        _threads(logits),
+    )  # fmt: skip
+    return losses
+
+
+def kl_rows(
+    reference: Tensor, logits: Tensor, gradient: Tensor | None, scale: float, normalized: bool
+) -> Tensor:
+    """See `dmx.numerics.kl_rows`; arguments are checked by the door. Probabilities below 2**-126
+    count as 0."""
+    rows, n = logits.shape
+    if reference.dtype != logits.dtype:
+        reference = reference.float()
+    logits, reference = logits.contiguous(), reference.contiguous()
+    losses = torch.empty(rows, dtype=torch.float32)
+    load_library().dmx_kl(
+        _DTYPE_CODES[logits.dtype], reference.dtype == torch.float32, reference.data_ptr(),
+        logits.data_ptr(), None if gradient is None else gradient.data_ptr(), scale, normalized,
+        losses.data_ptr(), rows, n, _threads(logits),
+    )  # fmt: skip
+    return losses

@@ -259,7 +259,10 @@ def cross_entropy_rows(
             f"targets must be ({logits.shape[0]},) int64, got {tuple(targets.shape)} "
             f"{targets.dtype}"
         )
-    if choose_backend(logits.device) == "triton":
+    backend = choose_backend(logits.device)
+    if backend == "cpp":
+        return cpu.cross_entropy_rows(logits, targets, gradient, scale)
+    if backend == "triton":
         return _triton_loss().cross_entropy_rows(logits, targets, gradient, scale)
     return numerics.cross_entropy_rows(logits, targets, gradient=gradient, scale=scale)
 
@@ -279,7 +282,10 @@ def kl_rows(
         raise ValueError(
             f"reference must be {tuple(logits.shape)} as logits, got {tuple(reference.shape)}"
         )
-    if choose_backend(logits.device) == "triton":
+    backend = choose_backend(logits.device)
+    if backend == "cpp":
+        return cpu.kl_rows(reference, logits, gradient, scale, normalized)
+    if backend == "triton":
         # The kernel normalizes as it goes, at no cost; log probabilities are logits, too.
         return _triton_loss().kl_rows(reference, logits, gradient, scale)
     return numerics.kl_rows(

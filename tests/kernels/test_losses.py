@@ -4,11 +4,20 @@ import pytest
 import torch
 
 from dmx import numerics
-from dmx.kernels import ops
+from dmx.kernels import cpu, ops
 from tests.kernels.test_kernels import DEVICES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ON_ALL = [pytest.param("cpu"), DEVICES[1]]
+NEEDS_COMPILER = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
+ON_ALL = [pytest.param("reference"), *DEVICES]
+
+
+@pytest.fixture
+def device(request):
+    """The device of a backend: "reference" on the CPU, "cpu" with its kernels, "cuda"."""
+    ops.set_backend("reference" if request.param == "reference" else "auto")
+    yield "cuda" if request.param == "cuda" else "cpu"
+    ops.set_backend(None)
 
 
 def rows(dtype, vocab=5003, n=7):
@@ -39,7 +48,7 @@ def by_hand(reference, logits, targets, scale):
     return kl.detach(), ce.detach(), [g.nan_to_num(0.0) for g in gradients]
 
 
-@pytest.mark.parametrize("device", ON_ALL)
+@pytest.mark.parametrize("device", ON_ALL, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_losses_and_gradients_are_those_of_float64(dtype, device):
     reference, logits, targets = rows(dtype)
@@ -60,7 +69,7 @@ def test_losses_and_gradients_are_those_of_float64(dtype, device):
     assert found[2] == 0 and not own[2].any()
 
 
-@pytest.mark.parametrize("device", ON_ALL)
+@pytest.mark.parametrize("device", ON_ALL, indirect=True)
 def test_log_probabilities_serve_as_a_reference_and_rows_may_be_many(device, monkeypatch):
     reference, logits, targets = (x.to(device) for x in rows(torch.float32))
     expected = ops.kl_rows(reference, logits)
@@ -73,7 +82,44 @@ def test_log_probabilities_serve_as_a_reference_and_rows_may_be_many(device, mon
     assert torch.equal(ops.cross_entropy_rows(logits, targets), entropies)
 
 
-@pytest.mark.parametrize("device", ON_ALL)
+@NEEDS_COMPILER
+@pytest.mark.parametrize("wide", [True, False], ids=["log_q", "logits"])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 4099, 49152])
+def test_cpu_losses_are_no_further_from_float64_than_the_reference(vocab, wide):
+    """Model-like logits of a nearly equal model: the loss is small beside the numbers it is of."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (3 * torch.randn(16, vocab, generator=generator)).bfloat16()
+    reference = logits.float() + 0.1 * torch.randn(16, vocab, generator=generator)
+    reference = reference.log_softmax(-1) if wide else reference.bfloat16()
+    targets = torch.randint(0, vocab, (16,), generator=generator)
+    kl, ce, _ = by_hand(reference, logits, targets, 1.0)
+    for losses, exact in (
+        (lambda own: own.kl_rows(reference, logits, normalized=wide), kl),
+        (lambda own: own.cross_entropy_rows(logits, targets), ce),
+    ):
+        own, reference_own = (float((losses(m) - exact).abs().max()) for m in (ops, numerics))
+        # 2e-6: one float32 unit in the last place of a logit of 16
+        assert own <= max(reference_own, 2e-6)
+
+
+@NEEDS_COMPILER
+def test_cpu_losses_do_not_depend_on_threads_and_rows_may_have_gaps():
+    reference, logits, targets = rows(torch.bfloat16, n=61)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 3):
+            torch.set_num_threads(n)
+            gradient = torch.empty_like(logits)
+            kl = ops.kl_rows(reference, logits, gradient=gradient)
+            results.append((kl, gradient, ops.cross_entropy_rows(logits, targets)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *results))
+    gaps = logits.repeat(1, 2)[:, : logits.shape[1]]
+    assert torch.equal(ops.kl_rows(reference, gaps), results[0][0])
+
+
+@pytest.mark.parametrize("device", ON_ALL, indirect=True)
 def test_equal_rows_have_no_divergence_and_nan_stays_in_its_row(device):
     reference, logits, targets = (x.to(device) for x in rows(torch.float32))
     assert ops.kl_rows(logits, logits).abs().max() < 1e-6
@@ -82,7 +128,7 @@ def test_equal_rows_have_no_divergence_and_nan_stays_in_its_row(device):
         assert losses[6].isnan() and losses[[0, 1, 2, 3, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("device", ON_ALL)
+@pytest.mark.parametrize("device", ON_ALL, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(3, 5, 7), (64, 4097)])
 def test_fisher_sums_are_those_of_float64_and_add_up(shape, dtype, device):
@@ -116,3 +162,9 @@ def test_wrong_rows_are_named():
         ops.kl_rows(logits, logits, gradient=torch.zeros(8, 3).t())
     with pytest.raises(TypeError, match="float64"):
         ops.cross_entropy_rows(logits.double(), targets)
+
+
+@NEEDS_COMPILER
+def test_a_target_beyond_the_vocabulary_is_an_error():
+    with pytest.raises(IndexError, match="targets must lie below the 8 columns"):
+        ops.cross_entropy_rows(torch.zeros(3, 8), torch.tensor([0, 8, 1]))
