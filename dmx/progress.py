@@ -1,5 +1,6 @@
-"""One progress line with the time left, for loops that take longer than a moment."""
+"""One progress line with the time left, for loops that take longer than a moment; a stopwatch."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,3 +31,15 @@ def progress(
             bar.update(task, advance=1, note=note)
 
         yield advance
+
+
+class Stopwatch:
+    """Seconds of a job since it was made, and `before`: those that a stopped run had spent on it."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self._start

@@ -53,6 +53,12 @@ class SearchConfig:
     score_batches: int | None = None
     """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
 
+    polish_rounds: int = 0
+    """Rounds of the discrete polish after any search but uniform, at most; 0 = none. A round costs
+    about a kl scan of `polish_batches`."""
+    polish_batches: int | None = None
+    """Batches that the polish measures on: the first so many; null = 8, or all if there are fewer."""
+
     steps: int = 400
     """> 0; one batch a step."""
     objective: str = "cross_entropy"
@@ -107,10 +113,10 @@ class SearchConfig:
                 raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
         for name, low in (
             ("steps", 1), ("evaluate_every", 1), ("checkpoint_every", 1), ("score_batches", 1),
-            ("seed", 0),
+            ("polish_rounds", 0), ("polish_batches", 1), ("seed", 0),
         ):  # fmt: skip
             value = getattr(self, name)
-            if name == "score_batches" and value is None:
+            if name in ("score_batches", "polish_batches") and value is None:
                 continue
             if type(value) is not int:
                 raise SearchConfigError(f"search.{name}={value!r} must be a whole number")
@@ -118,6 +124,11 @@ class SearchConfig:
                 raise SearchConfigError(f"search.{name}={value} must be at least {low}")
         if self.nesterov and self.momentum == 0:
             raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
+        if self.name == "uniform" and self.polish_rounds:
+            raise SearchConfigError(
+                f"search.polish_rounds={self.polish_rounds}: a polished uniform choice is not uniform. "
+                "Use search.polish_rounds=0, or polish another search."
+            )
         if self.name == "differentiable" and self.scale_rule != "floor":
             raise FormatError(
                 f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
@@ -164,7 +175,8 @@ class SearchConfig:
 
     def summary(self) -> dict[str, Any]:
         """What an assignment says of its search."""
-        return {"name": self.name, "family": self.family, "seed": self.seed}
+        polish = {"polish_rounds": self.polish_rounds} if self.polish_rounds else {}
+        return {"name": self.name, "family": self.family, "seed": self.seed, **polish}
 
 
 class SearchConfigError(DmxError):

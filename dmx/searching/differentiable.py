@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from dmx.budget import Budget, SearchSpace, project
 from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text
-from dmx.progress import progress
+from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
 from dmx.searching.batches import batch_order
 from dmx.searching.config import SearchConfig, SearchConfigError
@@ -40,6 +40,7 @@ from dmx.searching.processes import Processes
 STATE_FILE = "search_state.pt"
 _STATE_KEYS = {
     "fingerprint", "step", "raw", "optimizer", "history", "raw_rows", "warnings", "complained",
+    "seconds",
 }  # fmt: skip
 
 
@@ -78,6 +79,7 @@ class DifferentiableSearch:
         self.raw_rows = [self.raw.detach().cpu().numpy().copy()]  # the last one is that of now
         self.warnings: list[str] = []
         self._complained: set[str] = set()
+        self.clock = Stopwatch()
         self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------
@@ -232,7 +234,7 @@ class DifferentiableSearch:
             "fingerprint": self.fingerprint, "step": self.step, "raw": self.raw.detach().cpu(),
             "optimizer": self.optimizer.state_dict(), "history": self.history,
             "raw_rows": torch.from_numpy(np.stack(self.raw_rows)), "warnings": self.warnings,
-            "complained": sorted(self._complained),
+            "complained": sorted(self._complained), "seconds": self.clock.seconds,
         }  # fmt: skip
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -283,6 +285,7 @@ class DifferentiableSearch:
         self.raw_rows = list(state["raw_rows"].numpy())
         self.warnings = state["warnings"]
         self._complained = set(state["complained"])
+        self.clock.before = state["seconds"]
         return True
 
     # --- all of it -----------------------------------------------------------------------------

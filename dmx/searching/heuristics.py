@@ -62,12 +62,14 @@ def solve_knapsack(
     *,
     near: np.ndarray | None = None,
     most_changes: int | None = None,
+    excluded: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
     """The choice with the least sum of scores within the budget, exactly.
 
     Args:
         scores: (U, F) float64, score of each unit at each candidate; inf is never chosen.
         near, most_changes: only choices that differ from `near` (U,) in so many units at most.
+        excluded: choices that may not come out.
 
     Returns:
         (U,) int64.
@@ -93,9 +95,10 @@ def solve_knapsack(
         scipy.optimize.LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
         scipy.optimize.LinearConstraint(one_each, 1, 1),
     ]
-    if near is not None and most_changes is not None:
-        kept = np.eye(n_formats)[near].ravel()[None]
-        constraints.append(scipy.optimize.LinearConstraint(kept, n_units - most_changes, np.inf))
+    agreement = [(near, n_units - (most_changes or 0), n_units)] if near is not None else []
+    for choice, low, high in [*agreement, *((other, 0, n_units - 1) for other in excluded)]:
+        same = np.eye(n_formats)[choice].ravel()[None]  # times the solution: units that agree
+        constraints.append(scipy.optimize.LinearConstraint(same, low, high))
     result = scipy.optimize.milp(
         -(saved / (np.abs(saved).max() or 1.0)).ravel(),
         constraints=constraints,

@@ -15,11 +15,16 @@ class SearchResult:
     assignment: Assignment
     units: tuple[str, ...]
     preference: np.ndarray
-    """(U, F-1) float64: how much each unit wanted each step up; what the projection followed."""
+    """(U, F-1) float64: how much each unit wanted each step up; what the projection followed. After
+    a polish: KL saved per added bit."""
     seconds: float
-    """Wall time of this call; a resumed search counts from its resumption."""
+    """Wall time of the search; of a resumed one up to its last checkpoint before, and from its
+    resumption on."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """A row a step; empty for searches without steps."""
+    polish: list[dict[str, Any]] = field(default_factory=list)
+    """A row a round, the first of the start: round, kl (nats/token), bits, moves (units changed),
+    tried (proposals), seconds; empty without a polish."""
     raw_offsets: np.ndarray | None = None
     """(steps + 1, U) float32, the first row before the first step."""
     cuda_graph: str = "off"

@@ -1,7 +1,6 @@
 """`search`: one function for every method; checks first, then searches."""
 
 import json
-import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,10 +17,12 @@ from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.layers import is_applied
 from dmx.models import architecture_sha256, check_searchable
+from dmx.progress import Stopwatch
 from dmx.searching.batches import batches_sha256, list_batches
 from dmx.searching.config import SCANS, SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan, heuristic_choice
+from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.targets import SEARCH_TARGETS, split_groups
 
@@ -79,7 +80,7 @@ def search(
         batches: int64 token ids (batch, length), all of one shape; cycled, reshuffled by
             `config.seed` each pass. A generator is listed once.
         folder: makes the search resumable; a differentiable one leaves history.jsonl and
-            offsets.npz there.
+            offsets.npz there, a polish polish.jsonl.
         score_folder: where scans keep their score files; default `folder`/scores. Searches that
             share it share scans.
 
@@ -102,14 +103,17 @@ def search(
     space = search_space(model, config)
     space.check_budget(budget)
     listed = list_batches(batches, model)
-    asked = config.score_batches
-    if config.name in SCANS and asked is not None and asked > len(listed):
-        raise DataError(
-            f"search.score_batches={asked}, but there are {len(listed)} batches: give more "
-            "(calibration.batches), or set search.score_batches=null to score on all"
-        )
+    for setting, is_used in (
+        ("score_batches", config.name in SCANS), ("polish_batches", config.polish_rounds > 0)
+    ):  # fmt: skip
+        asked = getattr(config, setting)
+        if is_used and asked is not None and asked > len(listed):
+            raise DataError(
+                f"search.{setting}={asked}, but there are {len(listed)} batches: give more "
+                f"(calibration.batches), or set search.{setting}=null"
+            )
     where = None if folder is None else Path(folder)
-    started = time.perf_counter()
+    clock = Stopwatch()
     device = next(model.parameters()).device
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (
@@ -125,6 +129,7 @@ def search(
             if where is not None:
                 # An unwritable folder must show now, not after the first checkpoint's worth of steps.
                 write_text(where / ".writable", "").unlink(missing_ok=True)
+            clock = run.clock
             run.run()
             choice, preference = run.projected_choice(), run.preference()
             history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
@@ -139,6 +144,14 @@ def search(
             )  # fmt: skip
             choice, preference, _ = heuristic_choice(scan, space, budget, config)
             history, raw, complaints, graph = [], None, [], "off"
+        rounds: list[dict[str, Any]] = []
+        if config.polish_rounds:
+            polish = Polish(
+                model, listed, space, budget, config, start=choice, folder=where, clock=clock,
+                fingerprint=_fingerprint(model, listed, budget, config, with_polish=True),
+            )  # fmt: skip
+            polish.run()
+            choice, preference, rounds = polish.choice, polish.preference(), polish.rows
     return SearchResult(
         assignment=make_assignment(
             space, choice, model,
@@ -146,8 +159,9 @@ def search(
         ),
         units=tuple(u.name for u in space.units),
         preference=preference,
-        seconds=time.perf_counter() - started,
+        seconds=clock.seconds,
         history=history,
+        polish=rounds,
         raw_offsets=raw,
         cuda_graph=graph,
         warnings=complaints,
@@ -188,11 +202,19 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def _fingerprint(
-    model: nn.Module, batches: list[Tensor], budget: Budget, config: SearchConfig
+    model: nn.Module,
+    batches: list[Tensor],
+    budget: Budget,
+    config: SearchConfig,
+    *,
+    with_polish: bool = False,
 ) -> str:
-    """Hash of everything that the numbers of a search depend on, but for the machine."""
+    """Hash of everything that the numbers of a search depend on, but for the machine; without its
+    polish, which may be added to a search that has ended."""
     settings = asdict(config)
     del settings["checkpoint_every"]
+    if not with_polish:
+        del settings["polish_rounds"], settings["polish_batches"]
     body = {
         "config": settings,
         "budget": asdict(budget),

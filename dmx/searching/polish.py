@@ -1,0 +1,328 @@
+"""Discrete polish: makes a choice better by what its own quantized model loses and gains.
+
+A round, at the present choice:
+
+    measure   KL(full precision, quantized), token mean, of the model with one unit one step lower
+              or higher, for every unit and both directions
+    propose   the best choice within the budget of the additive model (the sum of these
+              differences), with at most `size` units changed: exact, by `solve_knapsack`
+    verify    the KL of the proposed choice itself; a better one is taken
+
+Differences add up only near the choice at which they were measured, so `size` is a trust region: it
+doubles while that finds better choices, and halves until one is found; where none is, the next best
+few changes of a handful of units are tried one after the other. A proposal costs little, one pass over
+the batches against one for each unit that a measurement takes. The polish ends when no proposal is
+better, or after `polish_rounds`.
+
+Scans of the unquantized model (`heuristics`) measure each unit alone; here it is measured beside the
+errors of all others, which is what counts at the end.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dmx.budget import Budget, SearchSpace, project
+from dmx.errors import BudgetError, RunError
+from dmx.files import write_json, write_text
+from dmx.formats import BlockFormat
+from dmx.progress import Stopwatch, progress
+from dmx.searching.config import SearchConfig
+from dmx.searching.heuristics import solve_knapsack
+from dmx.searching.objective import Divergence, model_logits
+from dmx.searching.offsets import Bank, searching_model
+from dmx.searching.processes import Processes
+from dmx.searching.replay import STACKED_LOGITS, Change, Disturbances, quick_attention
+
+STATE_FILE = "polish_state.json"
+LOG_FILE = "polish.jsonl"
+DEFAULT_BATCHES = 8
+"""`polish_batches: null` takes so many at most: 32,768 tokens of the default calibration."""
+FIRST_SHARE = 4
+"""The first trust region is the units divided by this."""
+HANDFUL = 4
+"""Changed units of the last proposals: two raises, each paid for by a lowering, or so."""
+LAST_PROPOSALS = 16
+"""How many of them are tried."""
+STEP_RATIO = 16.0
+"""What the gain of a step is divided by for the step above it: two more mantissa bits, a quarter of
+the error, a sixteenth of its square. Only for steps that no measurement reaches."""
+
+
+class Polish:
+    """State and rounds of one polish; `run` does all of it.
+
+    Args:
+        start: (U,) choice within the budget that the polish starts from.
+        fingerprint: of everything that the numbers depend on.
+        clock: counts the seconds of the whole search; a resumed polish sets it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        space: SearchSpace,
+        budget: Budget,
+        config: SearchConfig,
+        *,
+        start: np.ndarray,
+        folder: Path | None,
+        fingerprint: str,
+        clock: Stopwatch,
+    ) -> None:
+        self.model, self.space, self.budget, self.config = model, space, budget, config
+        self.folder, self.fingerprint, self.clock = folder, fingerprint, clock
+        self.device = next(model.parameters()).device
+        self.processes = Processes(self.device)
+        count = config.polish_batches or DEFAULT_BATCHES
+        self.batches = [self.processes.own_rows(b) for b in batches[:count]]
+        self.start = np.array(start, dtype=np.int64)
+        self.choice = self.start.copy()
+        self.size = max(2, len(space.units) // FIRST_SHARE)
+        self.gain: np.ndarray | None = None
+        """(U, F-1) KL that each step saves, of the last measurement."""
+        self.rows: list[dict[str, Any]] = []
+        self.is_finished = False
+        self._references: dict[int, Divergence] = {}
+
+    # --- measuring -----------------------------------------------------------------------------
+
+    def formats(self, choice: np.ndarray) -> list[BlockFormat | None]:
+        return [self.space.formats[int(i)] for i in choice]
+
+    def _reference(self, index: int, bank: Bank) -> Divergence:
+        """KL to the unquantized model on a batch; kept where all batches together are small."""
+        if index in self._references:
+            return self._references[index]
+        bank.set_full()
+        logits = model_logits(self.model, self.batches[index].to(self.device))
+        divergence = Divergence(logits)
+        room = STACKED_LOGITS.get(self.device.type, 1 << 27)
+        if logits.numel() * len(self.batches) <= room:
+            self._references[index] = divergence
+        return divergence
+
+    def _token_mean(self, sums: Tensor) -> np.ndarray:
+        tokens = sum(b.numel() for b in self.batches)
+        values: np.ndarray = self.processes.mean(sums / tokens).cpu().numpy()
+        if not np.isfinite(values).all():
+            raise RunError(
+                "search.polish_rounds: a KL is not finite: the quantized model gives NaN or Inf on "
+                "the calibration data. Search in bfloat16 or float32, or look at the data."
+            )
+        return values
+
+    def divergence(self, choice: np.ndarray, bank: Bank) -> float:
+        """KL(full precision, quantized) of a choice, nats/token."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(self.batches):
+            reference = self._reference(index, bank)
+            bank.set_formats(self.formats(choice))
+            total += reference.sum(model_logits(self.model, batch.to(self.device)))
+        return float(self._token_mean(total)[0])
+
+    def _measure(
+        self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
+    ) -> np.ndarray:
+        """(U, F) KL with each unit at each candidate next to its own, the others as chosen; inf
+        where nothing was measured, which includes the choice itself."""
+        steps = [
+            (u, int(c) + step)
+            for u, c in enumerate(self.choice)
+            for step in (-1, 1)
+            if 0 <= c + step < len(self.space.formats)
+        ]
+        changes: list[Change] = [(u, self.space.formats[f]) for u, f in steps]
+        sums = torch.zeros(len(steps), dtype=torch.float64, device=self.device)
+        note = f"KL {self.rows[-1]['kl']:.4f}"
+        for index, batch in enumerate(self.batches):
+            reference = self._reference(index, bank)
+            disturbances.start(batch.to(self.device), self.formats(self.choice))
+            sums += disturbances.kl_sums(changes, reference, lambda _: advance(note))
+        measured = np.full((len(self.space.units), len(self.space.formats)), np.inf)
+        measured[tuple(np.array(steps).T)] = self._token_mean(sums)
+        return measured
+
+    def _gains(self, scores: np.ndarray) -> np.ndarray:
+        """(U, F-1) KL that each step saves. Steps beyond the measured ones go on from the nearest
+        of these by STEP_RATIO."""
+        with np.errstate(invalid="ignore"):
+            gain = scores[:, :-1] - scores[:, 1:]
+        gain[~np.isfinite(gain)] = np.nan
+        for s in range(1, gain.shape[1]):
+            above = np.where(gain[:, s - 1] > 0, gain[:, s - 1] / STEP_RATIO, gain[:, s - 1])
+            gain[:, s] = np.where(np.isnan(gain[:, s]), above, gain[:, s])
+        for s in reversed(range(gain.shape[1] - 1)):
+            below = np.where(gain[:, s + 1] > 0, gain[:, s + 1] * STEP_RATIO, gain[:, s + 1])
+            gain[:, s] = np.where(np.isnan(gain[:, s]), below, gain[:, s])
+        return gain
+
+    # --- choosing ------------------------------------------------------------------------------
+
+    def preference(self) -> np.ndarray:
+        """(U, F-1) KL saved per added bit, by the last measurement."""
+        assert self.gain is not None
+        bits = np.diff(self.space.candidate_bits(self.budget.unit))
+        return self.gain / (self.space.weights[:, None] * bits[None])
+
+    def _maximal(self, choice: np.ndarray) -> np.ndarray:
+        return project(self.space, self.budget, choice, self.preference(), gain=self.gain)
+
+    def _propose(
+        self, scores: np.ndarray, size: int, excluded: Sequence[np.ndarray] = ()
+    ) -> np.ndarray:
+        """The best choice of the additive model near the present one; not yet `_maximal`."""
+        return solve_knapsack(
+            self.space, self.budget, scores, near=self.choice, most_changes=size, excluded=excluded
+        )
+
+    def _best_nearby(
+        self, scores: np.ndarray, divergence: Callable[[np.ndarray], float], now: float
+    ) -> tuple[np.ndarray, float, int]:
+        """The best verified proposal and its KL, else the present choice; proposals tried."""
+        best, best_kl, tried, has_failed = self.choice, now, 0, False
+        while self.size >= 2:
+            candidate = self._maximal(self._propose(scores, self.size))
+            if np.array_equal(candidate, best):
+                break  # the additive model sees nothing better, here or further out
+            tried += 1
+            kl = divergence(candidate)
+            if kl < best_kl:
+                best, best_kl = candidate, kl
+                if has_failed:
+                    break
+                self.size = min(2 * self.size, len(self.space.units))
+            elif best is not self.choice:
+                self.size //= 2
+                break
+            else:
+                has_failed = True
+                self.size = min(self.size, int((candidate != self.choice).sum())) // 2
+        if best is self.choice:
+            self.size = HANDFUL
+            for candidate in self._next_best(scores):
+                tried += 1
+                kl = divergence(candidate)
+                if kl < now:
+                    return candidate, kl, tried
+        return best, best_kl, tried
+
+    def _next_best(self, scores: np.ndarray) -> Iterator[np.ndarray]:
+        """Choices near the present one, in the order of the additive model."""
+        excluded, seen = [self.choice], {tuple(self.choice)}
+        for _ in range(LAST_PROPOSALS):
+            try:
+                excluded.append(self._propose(scores, HANDFUL, excluded))
+            except BudgetError:  # there is no other choice
+                return
+            candidate = self._maximal(excluded[-1])
+            if tuple(candidate) not in seen:
+                seen.add(tuple(candidate))
+                yield candidate
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def _log(self, kl: float, moves: int, tried: int, since: float) -> None:
+        self.rows.append(
+            {
+                "round": len(self.rows), "kl": kl, "moves": moves, "tried": tried,
+                "bits": self.space.average(self.choice, self.budget.unit),
+                "seconds": self.clock.seconds - since,
+            }
+        )  # fmt: skip
+
+    def take_round(
+        self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
+    ) -> None:
+        since, now = self.clock.seconds, self.rows[-1]["kl"]
+        measured = self._measure(bank, disturbances, advance)
+        scores = measured - now
+        scores[np.arange(len(self.choice)), self.choice] = 0.0
+        self.gain = self._gains(scores)
+        best, kl, tried = self._best_nearby(scores, lambda c: self.divergence(c, bank), now)
+        if best is self.choice:
+            self.is_finished = True
+            best = self._maximal(best)
+            if not np.array_equal(best, self.choice):
+                kl, tried = self.divergence(best, bank), tried + 1
+        moves = int((best != self.choice).sum())
+        self.choice = best
+        self._log(kl, moves, tried, since)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self.resume()
+        asked = self.config.polish_rounds
+        done = max(0, len(self.rows) - 1)  # the first row is of the start
+        if self.is_finished or done >= asked:
+            return
+        directions = min(2, len(self.space.formats) - 1)
+        work = len(self.batches) * len(self.space.units) * directions  # of a round, at most
+        family, rule = self.config.format_family, self.config.scale_rule
+        with (
+            searching_model(self.model, self.space, family, rule) as bank,
+            quick_attention(self.model, self.batches[0]),
+            progress(
+                "polish", asked * work, done=done * work, quiet=not self.processes.is_main
+            ) as advance,
+        ):
+            disturbances = Disturbances(
+                self.model, bank, self.space, self.batches[0].to(self.device)
+            )
+            if not self.rows:
+                self._log(self.divergence(self.choice, bank), 0, 0, self.clock.seconds)
+                self.save()
+            while not self.is_finished and len(self.rows) <= asked:
+                self.take_round(bank, disturbances, advance)
+                self.save()
+
+    # --- state on disk -------------------------------------------------------------------------
+
+    def save(self) -> None:
+        if self.folder is None or not self.processes.is_main:
+            return
+        # No times, so that a resumed polish leaves the same file byte for byte.
+        lines = [{k: v for k, v in row.items() if k != "seconds"} for row in self.rows]
+        text = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
+        write_text(self.folder / LOG_FILE, text)
+        write_json(self.folder / STATE_FILE, {
+            "fingerprint": self.fingerprint, "start": self.start.tolist(),
+            "choice": self.choice.tolist(), "size": self.size,
+            "gain": None if self.gain is None else self.gain.tolist(), "rows": self.rows,
+            "is_finished": self.is_finished, "seconds": self.clock.seconds,
+        })  # fmt: skip
+
+    def resume(self) -> None:
+        """Go on from the folder's state, if there is one.
+
+        Raises:
+            RunError: it is damaged, or belongs to a polish of another search.
+        """
+        if self.folder is None or not (self.folder / STATE_FILE).exists():
+            return
+        path = self.folder / STATE_FILE
+        try:
+            state = json.loads(path.read_text())
+            fits = state["fingerprint"] == self.fingerprint
+            fits = fits and state["start"] == self.start.tolist()
+            choice = np.array(state["choice"], dtype=np.int64)
+            gain = None if state["gain"] is None else np.array(state["gain"], dtype=np.float64)
+            rows, size = list(state["rows"]), int(state["size"])
+            is_finished, seconds = bool(state["is_finished"]), float(state["seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{path} is damaged ({type(error).__name__}: {error}). Delete it to polish again."
+            ) from error
+        if not fits:
+            raise RunError(
+                f"{path} is of a polish with other settings, data, model or start. Choose another "
+                "folder, or delete it to polish again."
+            )
+        self.choice, self.gain, self.rows, self.size = choice, gain, rows, size
+        self.is_finished, self.clock.before = is_finished, seconds
