@@ -1,0 +1,361 @@
+"""Rotation of the residual stream, folded into the weights: equal logits, no outlier channels.
+
+With an orthogonal Q and RMS norms without weights, a Llama-like model computes the same function
+when the residual stream h (a row vector) is h Q everywhere:
+
+    fold    W <- W diag(norm weight), norm weight <- 1      for each layer that reads a norm
+    read    y = h W^T = (h Q) (W Q)^T                       q, k, v, gate, up, lm_head: W <- W Q
+    write   (a W^T + b) Q = a (Q^T W)^T + b Q               o, down: W <- Q^T W, b <- b Q
+    embed   E <- E Q
+
+because |h Q| = |h|. Q = diag(random signs) H with H the Hadamard matrix of the hidden size: each
+channel after it is a mix of all channels before it, so that no channel stands out and a block of
+32 has no outlier to spend its scale on. Within a head, attention is linear in the values, so the
+columns of each value head turn by a Hadamard matrix of the head size in v_proj, and back in
+o_proj; query heads that share a value head turn alike.
+
+Nothing runs at inference, and the result saves, loads and exports as any model. Tied embeddings
+are untied: the final norm goes into the head alone.
+
+Source: QuaRot, arXiv 2404.00456, sections 3.1 and 4 (stages 1a and 1b without the online
+transforms); SliceGPT, arXiv 2401.15024, section 3 for folding norms.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.errors import ModelError
+from dmx.transforms.hadamard import hadamard_transform
+
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Norm of a block -> the layers that read it."""
+WRITERS = ("self_attn.o_proj", "mlp.down_proj")
+"""Layers of a block that add to the residual stream."""
+UNTOUCHED = ("self_attn.q_norm", "self_attn.k_norm")
+"""May hold Parameters: they act on the outputs of q and k, which the rotation leaves alone."""
+_ROWS_AT_ONCE = 2**24
+"""Elements of a weight that are in float64 at a time (128 MiB), where its rows are independent."""
+_LOGITS_MAY_DIFFER = {torch.float32: 0.01}
+"""RMS of the change of the logits, in units of their deviation, that rounding can explain."""
+_LOGITS_MAY_DIFFER_IN_HALF = 0.3
+
+
+@torch.no_grad()
+def rotate_residual(model: Any, *, seed: int = 0, value_heads: bool = True) -> Callable[[], None]:
+    """Rotate a model in place; its logits stay equal up to rounding.
+
+    Everything is computed in float64 and rounded once to the dtype of the model. Modules stay,
+    their Parameters are replaced; the originals live on in the result alone, so a caller that drops
+    it frees them. Unties the embeddings (model.config.tie_word_embeddings becomes false).
+
+    Args:
+        model: Llama, SmolLM2, Qwen2, Qwen3 or another causal model of transformers of that make.
+        seed: of the signs.
+        value_heads: turn the value heads, too.
+
+    Returns:
+        undo: puts the original Parameters, ties and flags back, to the bit, on the device and in
+        the dtype that the model has then. ModelError if the model was changed in the meantime.
+
+    Raises:
+        ModelError: a structure that is not known here, or a size without a Hadamard matrix. The
+            model is then as it was.
+    """
+    stream = _find_stream(model)
+    width = stream.embedding.embedding_dim
+    for size in (width, *({block.head_dim for block in stream.blocks} if value_heads else ())):
+        hadamard_transform(torch.zeros(size))  # an error now, not halfway
+    generator = torch.Generator().manual_seed(seed)
+    signs = 1.0 - 2.0 * torch.randint(2, (width,), generator=generator, dtype=torch.float64)
+
+    before = _few_logits(model, stream)
+    originals = _Originals(model)
+    try:
+        _rotate(stream, signs, originals, value_heads)
+        originals.untie()
+        _check_equal(model, before, _few_logits(model, stream))
+    except BaseException:
+        originals.put_back()
+        raise
+    return originals.put_back
+
+
+# ---------------------------------------------------------------- what the model is made of
+
+
+@dataclass(frozen=True)
+class _Block:
+    norms: tuple[tuple[Any, tuple[nn.Linear, ...]], ...]
+    """Each norm and the layers that read it."""
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    down_proj: nn.Linear
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Everything that reads or writes the residual stream."""
+
+    embedding: nn.Embedding
+    blocks: tuple[_Block, ...]
+    norm: Any
+    head: nn.Linear
+
+
+def _find_stream(model: Any) -> _Stream:
+    """The one place that knows names; ModelError names the first thing that does not fit."""
+    find = _Finder(model)
+    blocks_list = find("model.layers", nn.ModuleList)
+    embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", nn.Linear)
+    norm = find("model.norm")
+    width = embedding.embedding_dim
+    find.check_norm("model.norm", width)
+    find.check_plain("model")
+    find.check_size("lm_head", head.in_features, width)
+
+    blocks = []
+    for index in range(len(blocks_list)):
+        path = f"model.layers.{index}"
+        find.check_plain(path)
+        norms = []
+        for norm_name, reader_names in READERS.items():
+            find.check_norm(f"{path}.{norm_name}", width)
+            readers = tuple(find(f"{path}.{name}", nn.Linear) for name in reader_names)
+            norms.append((find(f"{path}.{norm_name}"), readers))
+            for name, reader in zip(reader_names, readers, strict=True):
+                find.check_size(f"{path}.{name}", reader.in_features, width)
+        o_proj, down_proj = (find(f"{path}.{name}", nn.Linear) for name in WRITERS)
+        for name, writer in zip(WRITERS, (o_proj, down_proj), strict=True):
+            find.check_size(f"{path}.{name}", writer.out_features, width)
+        (q_proj, _, v_proj), _ = (readers for _, readers in norms)
+        head_dim = getattr(find(f"{path}.self_attn"), "head_dim", 0)
+        # q_proj may hold a gate besides the queries, which o_proj's input would tell
+        find.check_size(f"{path}.self_attn.o_proj's input", o_proj.in_features, q_proj.out_features)
+        if not head_dim or v_proj.out_features % head_dim or o_proj.in_features % head_dim:
+            raise find.error(
+                f"{path}.self_attn.head_dim is {head_dim}: v_proj ({v_proj.out_features}) and "
+                f"o_proj ({o_proj.in_features}) are no whole number of heads"
+            )
+        blocks.append(_Block(tuple(norms), v_proj, o_proj, down_proj, head_dim))
+    find.check_nothing_else(embedding, head)
+    return _Stream(embedding, tuple(blocks), norm, head)
+
+
+class _Finder:
+    """Finds modules by path, and notes which Parameters they hold."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.known: set[int] = set()
+        if not hasattr(model, "all_tied_weights_keys"):
+            raise self.error("it is no model of transformers 5 or later")
+
+    def error(self, found: str) -> ModelError:
+        return ModelError(
+            f"{type(self.model).__name__} cannot be rotated: {found}. The rotation of the residual "
+            "stream knows models built as Llama, SmolLM2, Qwen2 and Qwen3 are. Search this one "
+            "without it."
+        )
+
+    def __call__(self, path: str, kind: type[nn.Module] | None = None) -> Any:
+        """The module at a path; of that very class, where one is given."""
+        try:
+            module = self.model.get_submodule(path)
+        except AttributeError:
+            raise self.error(f"it has no {path}") from None
+        if kind is not None and type(module) is not kind:
+            way_out = "; call dmx.restore(model) first" if isinstance(module, kind) else ""
+            raise self.error(
+                f"{path} is a {type(module).__name__}, not a plain nn.{kind.__name__}{way_out}"
+            )
+        return module if kind is None else self.with_values(path, module)
+
+    def with_values(self, path: str, module: nn.Module) -> Any:
+        """A module whose own Parameters will be replaced: plain, floating point, not on meta."""
+        for name, parameter in module.named_parameters(recurse=False):
+            self.known.add(id(parameter))
+            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+                raise self.error(
+                    f"{path}.{name} is a {type(parameter).__name__} of {parameter.dtype}"
+                )
+            if parameter.is_meta:
+                raise self.error(f"{path}.{name} is on the meta device and has no values")
+        return module
+
+    def check_size(self, what: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise self.error(f"{what} has {found} features where {expected} are expected")
+
+    def check_norm(self, path: str, width: int) -> None:
+        """Computes weight * x / rms(x)? Asked of the module itself: names of classes tell less."""
+        norm = self.with_values(path, self(path))
+        kind = type(norm).__name__
+        if [name for name, _ in norm.named_parameters()] != ["weight"]:
+            held = ", ".join(name for name, _ in norm.named_parameters()) or "no Parameter"
+            raise self.error(f"{path} is a {kind} with {held}, not an RMS norm with one weight")
+        weight = norm.weight
+        self.check_size(path, weight.numel(), width)
+        # A mean that is not 0 shows a LayerNorm; large values, so that epsilon does not count.
+        x = 16 * (1 + torch.randn(4, width, generator=torch.Generator().manual_seed(0)))
+        x = x.to(weight.device, weight.dtype)
+        expected = weight.float() * x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()
+        rounding = max(4 * torch.finfo(weight.dtype).eps, 1e-5)
+        if not torch.allclose(norm(x).float(), expected, rtol=rounding, atol=1e-6):
+            raise self.error(f"{path} is a {kind}, which does not compute weight * x / rms(x)")
+
+    def check_plain(self, path: str) -> None:
+        """No numbers or buffers of its own, by which a forward pass could scale the stream."""
+        module = self(path)
+        own = {name: value for name, value in vars(module).items() if isinstance(value, float)}
+        own |= dict(module.named_buffers(recurse=False))
+        own |= dict(module.named_parameters(recurse=False))
+        if own:
+            name, value = next(iter(own.items()))
+            shown = value if isinstance(value, float) else f"a {type(value).__name__}"
+            raise self.error(f"{path}.{name} ({shown}) may scale the residual stream")
+
+    def check_nothing_else(self, embedding: nn.Embedding, head: nn.Linear) -> None:
+        """Every Parameter has a known place, and one place only but for tied embeddings."""
+        seen: dict[int, str] = {}
+        for path, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self.known and not path.removesuffix(".weight").endswith(
+                UNTOUCHED
+            ):
+                raise self.error(f"the Parameter {path} has no place in it")
+            tied = embedding.weight is head.weight is parameter
+            if id(parameter) in seen and not tied:
+                raise self.error(f"{path} and {seen[id(parameter)]} share one Parameter")
+            seen[id(parameter)] = path
+
+
+# ---------------------------------------------------------------- rotating
+
+
+def _rotate(stream: _Stream, signs: Tensor, originals: "_Originals", value_heads: bool) -> None:
+    """Replace Parameters, block by block; see the top of the file for the formulas."""
+    table = stream.embedding.weight
+    originals.replace(stream.embedding, "weight", _rotate_rows(table, signs))
+    for block in stream.blocks:
+        for norm, readers in block.norms:
+            for linear in readers:
+                turned_heads = value_heads and linear is block.v_proj
+                rows = _rotate_rows(
+                    linear.weight, signs, norm.weight, torch.float64 if turned_heads else None
+                )
+                if turned_heads:
+                    rows = _rotate_heads(rows.T, block.head_dim).T
+                    if linear.bias is not None:
+                        bias = _rotate_heads(linear.bias.double(), block.head_dim)
+                        originals.replace(linear, "bias", bias)
+                originals.replace(linear, "weight", rows)
+            originals.replace(norm, "weight", torch.ones_like(norm.weight))
+        for linear in (block.o_proj, block.down_proj):
+            weight = linear.weight.double()
+            if value_heads and linear is block.o_proj:
+                weight = _rotate_heads(weight, block.head_dim)
+            originals.replace(linear, "weight", _rotate_rows(weight.T, signs).T)
+            if linear.bias is not None:
+                bias = _rotate_rows(linear.bias[None], signs, dtype=torch.float64)[0]
+                originals.replace(linear, "bias", bias)
+    head, norm = stream.head, stream.norm
+    # Of a tied head this is still the original table, in a Parameter of its own from here on.
+    originals.replace(head, "weight", _rotate_rows(head.weight, signs, norm.weight))
+    originals.replace(norm, "weight", torch.ones_like(norm.weight))
+
+
+def _rotate_rows(
+    rows: Tensor, signs: Tensor, gain: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`rows @ diag(gain) @ Q` in float64, rounded once to `dtype`, by default that of the rows.
+
+    Args:
+        rows: (rows, width). signs: (width,) float64. gain: (width,), a norm's weight.
+    """
+    diagonal = signs.to(rows.device)
+    if gain is not None:
+        diagonal = diagonal * gain.to(rows.device, torch.float64)
+    turned = torch.empty(rows.shape, dtype=dtype or rows.dtype, device=rows.device)
+    step = max(1, _ROWS_AT_ONCE // rows.shape[1])
+    for source, target in zip(rows.split(step), turned.split(step), strict=True):
+        target.copy_(hadamard_transform(source.double() * diagonal))
+    return turned
+
+
+def _rotate_heads(x: Tensor, head_dim: int) -> Tensor:
+    """(..., heads * head_dim) float64, each head times the Hadamard matrix of its size."""
+    return hadamard_transform(x.unflatten(-1, (-1, head_dim))).flatten(-2)
+
+
+class _Originals:
+    """What a rotation replaced."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.replaced: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        self.tie_flag: bool | None = None
+        self.tied_keys: dict[str, str] | None = None
+
+    def replace(self, module: nn.Module, name: str, values: Tensor) -> None:
+        """Put values in place of a Parameter, in its dtype and layout, with its requires_grad."""
+        old = module.get_parameter(name)
+        new = nn.Parameter(values.to(old.dtype).contiguous(), requires_grad=old.requires_grad)
+        setattr(module, name, new)
+        self.replaced.append((module, name, old, new))
+
+    def untie(self) -> None:
+        """So that saving, loading and `tie_weights` treat the head as the Parameter that it is."""
+        self.tie_flag = self.model.config.tie_word_embeddings
+        self.tied_keys = self.model.all_tied_weights_keys
+        self.model.config.tie_word_embeddings = False
+        self.model.all_tied_weights_keys = {}
+
+    def put_back(self) -> None:
+        present = {id(module) for module in self.model.modules()}
+        for module, name, _, new in self.replaced:
+            if id(module) not in present or module._parameters[name] is not new:
+                raise ModelError(
+                    "the rotation cannot be undone: the model's layers were replaced after it, or "
+                    "it was undone before. Undo later changes first (dmx.restore(model))."
+                )
+        for module, name, old, new in self.replaced:
+            old.data = old.data.to(new.device, new.dtype)  # itself, unless the model has moved
+            setattr(module, name, old)
+        if self.tied_keys is not None:
+            self.model.config.tie_word_embeddings = self.tie_flag
+            self.model.all_tied_weights_keys = self.tied_keys
+
+
+# ---------------------------------------------------------------- checking
+
+
+def _few_logits(model: Any, stream: _Stream) -> Tensor:
+    """(16, vocabulary) float32 logits of some fixed tokens, in eval mode."""
+    rows = stream.embedding.num_embeddings
+    ids = torch.arange(1, 17, device=stream.embedding.weight.device)[None] * 7919 % rows
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        return model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_equal(model: Any, before: Tensor, after: Tensor) -> None:
+    """The names of a model do not prove what its forward pass does; its logits do."""
+    change = float((after - before).square().mean().sqrt() / before.std())
+    allowed = _LOGITS_MAY_DIFFER.get(model.dtype, _LOGITS_MAY_DIFFER_IN_HALF)
+    if not change <= allowed:
+        raise ModelError(
+            f"{type(model).__name__} cannot be rotated: its logits change by {change:.3g} of their "
+            f"deviation, rounding explains at most {allowed}. Its blocks have the names of Llama's "
+            "and compute something else. Search it without the rotation."
+        )
