@@ -33,6 +33,7 @@ from dmx.files import sha256, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
+from experiments._memory import keep_freed_memory
 from experiments._reading import read_record
 from experiments._report import write_report
 from experiments._tables import terminal_table, zero_shot_terminal
@@ -107,6 +108,8 @@ class Run:
         else:
             self.folder = Path(config.folder)
         self.device = config.torch_device()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.requested = OmegaConf.to_container(cfg, resolve=True)
