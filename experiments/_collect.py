@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from dmx.errors import RunError
+from experiments._config import POLISH
 from experiments._reading import read_record
 from experiments._run import ERROR_FILE, Run
 
-TRACE_FILES = ("history.jsonl", "offsets.npz")
+TRACE_FILES = ("history.jsonl", "offsets.npz", "polish.jsonl")
 
 
 def collect_runs(source: Path, run: Run) -> None:
@@ -81,7 +82,8 @@ def _adopted(row: dict[str, Any], folder: Path, target: Path, name: str) -> dict
     copy = target / name / row["assignment"]
     copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, copy)
-    for trace in TRACE_FILES:
-        if row["search"] == "differentiable" and (source.parent / trace).exists():
+    kind = row["search"] or ""
+    for trace in TRACE_FILES if kind == "differentiable" or kind.endswith(POLISH) else ():
+        if (source.parent / trace).exists():
             shutil.copyfile(source.parent / trace, copy.parent / trace)
     return row | {"assignment": f"{name}/{row['assignment']}"}

@@ -28,6 +28,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPERANDS = ("W+A", "W")
 SAFETY = ("off", "calibrated")
 BASELINES = ("bf16", "uniform", "kl")
+POLISH = "+polish"
 
 
 class ConfigError(DmxError):
@@ -171,6 +172,7 @@ class CompareRun:
     """Limits, in `unit`."""
     unit: BitUnit
     searches: list[str]
+    """Names of searches; `name+polish` polishes its result for search.polish_rounds."""
     seeds: int
     """Calibration samples 0 .. seeds-1, each with every search and budget."""
     baselines: list[str]
@@ -188,13 +190,28 @@ class CompareRun:
         _at_least("seeds", self.seeds, 1)
         check_choice(self.safety, SAFETY, "safety")
         for name in self.searches:
-            check_choice(name, SEARCHES, "searches")
+            check_choice(name.removesuffix(POLISH), SEARCHES, "searches")
+            self.settings(name, self.search.seed)  # refuses what cannot be polished
+        polished = [name for name in self.searches if name.endswith(POLISH)]
+        if bool(polished) != bool(self.search.polish_rounds):
+            raise ConfigError(
+                f"search.polish_rounds={self.search.polish_rounds}, and searches to polish: "
+                f"{', '.join(polished) or 'none'}. Here a search is polished if its name says so: "
+                "searches=[kl_per_bit,differentiable+polish] search.polish_rounds=6"
+            )
         for name in self.baselines:
             check_choice(name, BASELINES[:2], "baselines")
         if not (self.collect or self.ablate) and not (self.budgets and self.searches):
             raise ConfigError(
                 "budgets and searches must not be empty: budgets=[4.5,5] searches=[kl,fisher]"
             )
+
+    def settings(self, name: str, seed: int) -> SearchConfig:
+        """What one of `searches` is asked to do."""
+        rounds = self.search.polish_rounds if name.endswith(POLISH) else 0
+        return dataclasses.replace(
+            self.search, name=name.removesuffix(POLISH), seed=seed, polish_rounds=rounds
+        )
 
 
 @dataclass(kw_only=True)

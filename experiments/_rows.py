@@ -1,8 +1,7 @@
 """A loaded model, its texts, and the rows that are measured on it; shared by the entry points."""
 
 import dataclasses
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,17 @@ from dmx.evaluate.perplexity import cut_windows
 from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.searching import SearchConfig, search, uniform_assignment
-from experiments._config import CalibrationConfig, EvalConfig, EvaluationConfig
+from experiments._config import POLISH, CalibrationConfig, EvalConfig, EvaluationConfig
 from experiments._run import Run, tokens_sha256
 from experiments._zero_shot import measure_zero_shot
 
-LABELS = {"differentiable": "dmx"}
-"""Search name -> what tables call its rows; others keep their name."""
+
+def row_label(search: Mapping[str, Any], otherwise: str = "") -> str:
+    """What tables call the rows of a search, given what its assignment says of it."""
+    name = str(search.get("name") or otherwise)
+    label = "dmx" if name == "differentiable" else name
+    return f"{label} + polish" if search.get("polish_rounds") else label
+
 
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
@@ -113,20 +117,22 @@ class Bench:
     def searched(
         self, config: SearchConfig, budget: Budget, *, name: str, folder: str = ""
     ) -> None:
-        """Rows of one search. Its files: `name`.json and, if it takes steps, its history, in
-        `folder` of the run's folder."""
+        """Rows of one search. Its files: `name`.json and, if it takes steps or is polished, its
+        history, in `folder` of the run's folder."""
 
         def make() -> tuple[Assignment, dict[str, Any]]:
             cuda = self.run.device.type == "cuda"
             if cuda:
                 torch.cuda.reset_peak_memory_stats(self.run.device)
-            start = time.perf_counter()
+            leaves_files = config.name == "differentiable" or config.polish_rounds > 0
             result = search(
                 self.model, self.batches(config.seed), budget, config,
-                folder=self.run.path(folder) if config.name == "differentiable" else None,
+                folder=self.run.path(folder) if leaves_files else None,
                 score_folder=self.run.path("scores"),
             )  # fmt: skip
-            facts: dict[str, Any] = {"seconds": time.perf_counter() - start}
+            facts: dict[str, Any] = {"seconds": result.seconds}
+            if result.polish:
+                facts["kl"] = result.polish[-1]["kl"]
             if config.name == "differentiable":
                 facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
             if cuda:
@@ -134,7 +140,7 @@ class Bench:
             return result.assignment, facts
 
         path = f"{folder}/{name}.json" if folder else f"{name}.json"
-        self.rows(LABELS.get(config.name, config.name), path, make)
+        self.rows(row_label(config.summary()), path, make)
 
     def rows(self, label: str, path: str, make: Make, *, guarded: bool = True) -> None:
         """Rows of one assignment, which is kept under `path` of the run's folder: one for each
@@ -158,6 +164,8 @@ class Bench:
     ) -> dict[str, Any]:  # fmt: skip
         found: Any = {} if assignment is None else assignment.search
         kind = found.get("name")
+        if found.get("polish_rounds") and kind != "differentiable":
+            kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
         if net is not None:
             # A method of its own in every table, or it would be averaged with the bare search.
             label, kind = f"{label} + net", f"{kind}+net"

@@ -2,12 +2,13 @@
 
     python -m experiments.compare model=smollm2_135m budgets=[4.5,5,5.5] \
         searches=[kl,kl_per_bit,fisher,differentiable] seeds=3
+    python -m experiments.compare "searches=[kl_per_bit,kl_per_bit+polish,differentiable+polish]" \
+        search.polish_rounds=6
     python -m experiments.compare collect=multirun/budget_curve
     python -m experiments.compare ablate=outputs/run/assignment.json
 """
 
 import csv
-import dataclasses
 import io
 import itertools
 from pathlib import Path
@@ -76,7 +77,7 @@ def _fill(bench: Bench, config: CompareRun) -> None:
     for seed, limit, name in itertools.product(
         range(config.seeds), config.budgets, config.searches
     ):
-        settings = dataclasses.replace(config.search, name=name, seed=config.search.seed + seed)
+        settings = config.settings(name, config.search.seed + seed)
         folder = f"{name}-{limit:g}-seed{settings.seed}"
         bench.searched(settings, Budget(limit, config.unit), name="assignment", folder=folder)
 

@@ -13,7 +13,7 @@ from dmx.formats import BF16, get_block_format
 from dmx.models import meta_model
 from dmx.searching import SearchConfig
 from experiments._config import EvaluateRun, build_root
-from experiments._rows import LABELS, Bench, check_windows
+from experiments._rows import Bench, check_windows, row_label
 from experiments._run import Run, entry_point
 
 
@@ -45,8 +45,7 @@ def main(cfg: DictConfig) -> None:
         )  # fmt: skip
         for index, name in enumerate(config.assignments):
             if name in files:
-                kind = str(files[name].search.get("name") or Path(name).stem)
-                label = LABELS.get(kind, kind)
+                label = row_label(files[name].search, Path(name).stem)
                 bench.rows(label, f"assignment-{index}.json", lambda n=name: (files[n], {}))  # type: ignore[misc]
             elif formats[name] is BF16:
                 bench.unquantized()

@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> float | None:
             for block_format in MX_FORMATS:
                 bench.uniform(block_format, config.search)
         if "kl" in config.baselines and config.search.name != "kl":
-            opponent = dataclasses.replace(config.search, name="kl")
+            opponent = dataclasses.replace(config.search, name="kl", polish_rounds=0)
             bench.searched(opponent, config.budget, name="kl")
         bench.searched(config.search, config.budget, name="assignment")
         if config.search.name == "differentiable":
