@@ -120,10 +120,11 @@ def test_an_order_without_a_matrix_is_named_with_the_way_out(order):
 # ---------------------------------------------------------------- the same function
 
 
+@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("value_heads", [True, False])
-def test_a_rotated_model_has_the_same_logits(model, value_heads):
+def test_a_rotated_model_has_the_same_logits(model, value_heads, block_size):
     before, embedding = logits(model), model.get_input_embeddings().weight.clone()
-    rotate_residual(model, value_heads=value_heads)
+    rotate_residual(model, value_heads=value_heads, block_size=block_size)
     # float32 rounds to 6e-8, and some dozen sums of up to 1536 products follow each other
     assert change(before, logits(model)) < 2e-5
     assert not torch.allclose(embedding, model.get_input_embeddings().weight, atol=1e-3)
@@ -219,6 +220,31 @@ def test_outlier_channels_disappear_from_what_the_layers_read(make_tiny):
     after = [kurtosis(path) for path in paths]
     assert min(before) > 10  # 64 / 3 where three channels hold everything
     assert max(after) < 4  # normal: 3
+
+
+def test_a_block_rotation_keeps_an_outlier_in_its_block(make_tiny):
+    model = make_tiny("llama").model
+    table = model.get_input_embeddings().weight
+    with torch.no_grad():
+        table.zero_()[:, 40] = 1
+    rotate_residual(model, block_size=32)
+    rotated = model.get_input_embeddings().weight
+    assert (rotated[:, :32] == 0).all()
+    torch.testing.assert_close(rotated[:, 32:].abs(), torch.full((288, 32), 32**-0.5))
+
+
+def test_blocks_in_heads_divide_both_sizes(make_tiny):
+    """Heads of 12 under blocks of 8: values turn in fours."""
+    model = make_tiny("llama", hidden_size=48, heads=4, kv_heads=1).model
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.copy_(torch.eye(12, 48) * 1.0)
+    rotate_residual(model, block_size=8)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    rows = weight.reshape(3, 4, 48)  # a group of four rows reads its own four channels' block of 8
+    reads = (rows.abs() > 1e-6).any(1)
+    assert [row.nonzero().flatten().tolist() for row in reads] == [
+        list(range(8)), list(range(8)), list(range(8, 16)),
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- undo
@@ -439,6 +465,17 @@ def test_a_width_without_a_hadamard_matrix_is_refused(make_tiny):
     with pytest.raises(ModelError, match="order 92 "):
         rotate_residual(model)
     assert_same_state(state(model), before)
+    full = logits(model)
+    rotate_residual(model, block_size=4)  # the way out
+    assert change(full, logits(model)) < 2e-5
+
+
+@pytest.mark.parametrize("block_size", [-1, 0, 24])
+def test_blocks_that_do_not_divide_the_width_are_refused(block_size, tiny_random):
+    before = state(tiny_random.model)
+    with pytest.raises(ModelError, match=f"block_size={block_size} does not divide .* 64 of Llama"):
+        rotate_residual(tiny_random.model, block_size=block_size)
+    assert_same_state(state(tiny_random.model), before)
 
 
 def test_an_applied_model_and_one_without_values_are_refused(make_tiny):
