@@ -21,7 +21,9 @@ SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "di
 SCANS = ("kl", "kl_per_bit", "fisher")
 """Searches that measure units on `score_batches`."""
 OBJECTIVES = ("cross_entropy", "kl")
-PENALTIES = ("hinge", "scaling")
+PENALTIES = ("hinge", "scaling", "exact")
+STARTS = ("constant", "fisher", "kl_per_bit")
+GRADIENT_SCALES = ("none", "elements", "rms")
 LR_SCHEDULES = ("constant", "cosine")
 
 
@@ -64,7 +66,8 @@ class SearchConfig:
     objective: str = "cross_entropy"
     """cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
     penalty: str = "hinge"
-    """hinge: slope * max(0, average - target). scaling: penalty_lambda * average."""
+    """hinge: slope * max(0, average - target). scaling: penalty_lambda * average. exact: none; the
+    soft average is held at the target (dmx.searching.descent)."""
     slope: float = 5.0
     """nats per bit over the target"""
     penalty_lambda: float = 0.1
@@ -73,8 +76,17 @@ class SearchConfig:
     momentum: float = 0.99
     nesterov: bool = True
     lr_schedule: str = "constant"
+    gradient_scale: str = "none"
+    """none | elements | rms: evens out units of unequal size (dmx.searching.descent)."""
+    start: str = "constant"
+    """constant | fisher | kl_per_bit: first raw offsets all alike, or at the choice of that search."""
     raw_start: float = 0.0
-    """First value of every raw offset, in [0, 2]."""
+    """start=constant: first value of every raw offset, in [0, 2]."""
+    start_spread: float = 0.5
+    """start=fisher, kl_per_bit: how far from its threshold the surest unit starts, in [0, 1]."""
+    average_from: float | None = None
+    """Share of the steps from which raw offsets are averaged, up to `anneal_from`; the hard choice
+    then follows that average instead of the last state. null = no average."""
     temperature: float = 0.4
     """Until `anneal_from`; unitless, higher is harder."""
     temperature_end: float = 20.0
@@ -99,14 +111,19 @@ class SearchConfig:
         check_choice(self.objective, OBJECTIVES, "search.objective")
         check_choice(self.penalty, PENALTIES, "search.penalty")
         check_choice(self.lr_schedule, LR_SCHEDULES, "search.lr_schedule")
+        check_choice(self.gradient_scale, GRADIENT_SCALES, "search.gradient_scale")
+        check_choice(self.start, STARTS, "search.start")
         check_choice(self.cuda_graph, ("auto", "on", "off"), "search.cuda_graph")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
         for name, low, high in (
             ("raw_start", 0, 2), ("anneal_from", 0, 1), ("momentum", 0, 0.999999),
             ("lr", 0, math.inf), ("slope", 0, math.inf), ("penalty_lambda", 0, math.inf),
             ("temperature", 1e-3, 1e3), ("temperature_end", 1e-3, 1e3),
+            ("start_spread", 0, 1), ("average_from", 0, self.anneal_from),
         ):  # fmt: skip
             value = getattr(self, name)
+            if name == "average_from" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise SearchConfigError(f"search.{name}={value!r} must be a number")
             if not low <= value <= high:
@@ -168,6 +185,11 @@ class SearchConfig:
                     f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."
                 )
+
+    @property
+    def needs_scan(self) -> bool:
+        """Whether units are measured on `score_batches`."""
+        return self.name in SCANS or (self.name == "differentiable" and self.start != "constant")
 
     @property
     def format_family(self) -> Family:

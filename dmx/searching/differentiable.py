@@ -32,6 +32,12 @@ from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
 from dmx.searching.batches import batch_order
 from dmx.searching.config import SearchConfig, SearchConfigError
+from dmx.searching.descent import (
+    RunningSquares,
+    along_budget,
+    element_scale,
+    shift_to_average,
+)
 from dmx.searching.graph import GraphedStep, is_purely_causal, maskless_attention
 from dmx.searching.objective import budget_penalty, model_logits, task_loss
 from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
@@ -40,7 +46,7 @@ from dmx.searching.processes import Processes
 STATE_FILE = "search_state.pt"
 _STATE_KEYS = {
     "fingerprint", "step", "raw", "optimizer", "history", "raw_rows", "warnings", "complained",
-    "seconds",
+    "seconds", "squares",
 }  # fmt: skip
 
 
@@ -57,23 +63,30 @@ class DifferentiableSearch:
         *,
         folder: Path | None,
         fingerprint: str,
+        start: np.ndarray | None = None,
     ) -> None:
+        """start: (U,) first raw offsets; None: `raw_start` for all."""
         self.model, self.batches, self.space = model, batches, space
         self.budget, self.config, self.family = budget, config, config.format_family
         self.folder, self.fingerprint = folder, fingerprint
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
-        self.raw = torch.full(
-            (len(space.units),), config.raw_start, device=self.device, dtype=torch.float32
-        ).requires_grad_()
-        self.optimizer = torch.optim.SGD(
-            [self.raw], lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
-        )
         weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
         self.weights = weights.to(self.device)
         # soft average = constant + slope * weights @ offsets, exact at the stops
         low = space.average([0] * len(space.units), budget.unit)
         self.soft_constant, self.bits_per_offset = low, self.family.slope
+        if start is None:
+            start = np.full(len(space.units), config.raw_start)
+        first = torch.as_tensor(start, dtype=torch.float32).to(self.device)
+        first = self.processes.mean(first)  # the same on all, whatever they measured
+        if config.penalty == "exact":
+            first = self._at_target(first, 0)
+        self.raw = first.requires_grad_()
+        self.optimizer = torch.optim.SGD(
+            [self.raw], lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+        )
+        self.squares = RunningSquares(first.detach())
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.raw_rows = [self.raw.detach().cpu().numpy().copy()]  # the last one is that of now
@@ -85,14 +98,29 @@ class DifferentiableSearch:
     # --- measuring -----------------------------------------------------------------------------
 
     def soft_average(self, offsets: Tensor) -> Tensor:
-        """0-d; average bits of real-valued offsets, in the budget's unit."""
-        return self.soft_constant + self.bits_per_offset * (self.weights * offsets).sum()
+        """(..., U) -> (...); average bits of real-valued offsets, in the budget's unit."""
+        return self.soft_constant + self.bits_per_offset * (self.weights * offsets).sum(-1)
+
+    def _at_target(self, raw: Tensor, step: int) -> Tensor:
+        """Raw offsets shifted so that the soft average of that step is the budget."""
+        temperature = schedule.temperature(self.config, step)
+
+        def average_of(rows: Tensor) -> Tensor:
+            return self.soft_average(anneal(rows, temperature, self.family))
+
+        return shift_to_average(raw, average_of, self.budget.limit)
+
+    def ranked_raw(self) -> np.ndarray:
+        """(U,) float64 raw offsets that the hard choice follows: the last or averaged ones."""
+        rows = self.raw_rows[schedule.averaged_rows(self.config)] or self.raw_rows[-1:]
+        return np.stack(rows).mean(0, dtype=np.float64)
 
     def hard_choice(self) -> np.ndarray:
-        return harden(self.raw_rows[-1], self.family)
+        return harden(self.ranked_raw(), self.family)
 
     def preference(self) -> np.ndarray:
-        return preference(self.raw_rows[-1].astype(np.float64), self.family)
+        so_far = np.stack(self.raw_rows).mean(0, dtype=np.float64)
+        return preference(self.ranked_raw(), self.family, ties=so_far)
 
     def projected_choice(self) -> np.ndarray:
         return project(self.space, self.budget, self.hard_choice(), self.preference())
@@ -182,6 +210,20 @@ class DifferentiableSearch:
         self.warnings.append(message)
         warnings.warn(message, stacklevel=3)
 
+    def _direction(self, gradient: Tensor, temperature: float) -> Tensor:
+        """(U,) what the optimizer takes for the gradient; see `descent`."""
+        config, scale = self.config, torch.ones_like(gradient)
+        is_exact = config.penalty == "exact"
+        if is_exact:
+            average = self.soft_average(anneal(self.raw, temperature, self.family))
+            (pull,) = torch.autograd.grad(average, [self.raw])
+        if config.gradient_scale == "elements":
+            scale = element_scale(self.weights)
+        elif config.gradient_scale == "rms":
+            free = along_budget(gradient, pull, scale) if is_exact else gradient
+            scale = self.squares.scale(free, self.step)
+        return along_budget(gradient, pull, scale) if is_exact else scale * gradient
+
     def take_step(
         self, bank: Bank, stepper: Callable[..., Any], batch_index: int
     ) -> dict[str, Any]:
@@ -194,12 +236,14 @@ class DifferentiableSearch:
         parts = self.processes.mean(parts)
         bad = ~gradient.isfinite()
         norm = gradient.norm()
-        self.raw.grad = gradient.masked_fill(bad, 0.0)
+        self.raw.grad = self._direction(gradient.masked_fill(bad, 0.0), temperature)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         with torch.no_grad():
             self.raw.clamp_(0.0, 2.0)
+            if config.penalty == "exact":
+                self.raw.copy_(self._at_target(self.raw, min(self.step + 1, config.steps - 1)))
         # Everything that the host needs comes over at once: one wait for the device a step.
         fetched = torch.cat([self.raw.detach(), bad.float(), parts, norm[None]]).cpu().numpy()
         raw, is_bad, numbers = np.split(fetched, [len(self.raw), 2 * len(self.raw)])
@@ -235,6 +279,7 @@ class DifferentiableSearch:
             "optimizer": self.optimizer.state_dict(), "history": self.history,
             "raw_rows": torch.from_numpy(np.stack(self.raw_rows)), "warnings": self.warnings,
             "complained": sorted(self._complained), "seconds": self.clock.seconds,
+            "squares": self.squares.sums.cpu(),
         }  # fmt: skip
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -280,6 +325,7 @@ class DifferentiableSearch:
         self.step = state["step"]
         with torch.no_grad():
             self.raw.copy_(state["raw"])
+            self.squares.sums.copy_(state["squares"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = state["history"]
         self.raw_rows = list(state["raw_rows"].numpy())

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from dmx.budget import Budget, SearchSpace, linear_layers, project
 from dmx.errors import BudgetError
-from dmx.formats import BlockFormat
+from dmx.formats import BlockFormat, Family
 from dmx.kernels import ops
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig
 from dmx.searching.objective import Divergence, cross_entropy, model_logits
-from dmx.searching.offsets import Bank, SearchLinear, searching_model
+from dmx.searching.offsets import Bank, SearchLinear, raw_thresholds, searching_model
 from dmx.searching.replay import Disturbances, quick_attention
 from dmx.searching.scores import ScoreFile, code_version
 
@@ -111,6 +111,32 @@ def solve_knapsack(
             f"budget.limit={budget.limit}: the solver found no choice ({result.message})"
         )
     return result.x.reshape(n_units, n_formats).argmax(1).astype(np.int64)
+
+
+def soft_start(
+    space: SearchSpace, family: Family, choice: np.ndarray, wanted: np.ndarray, spread: float
+) -> np.ndarray:
+    """(U,) raw offsets of a choice, nearer to a threshold the less sure it is.
+
+    Units that took a step start above its threshold, by `spread` for the one that wants it most,
+    the others below; in between by rank. A unit between two thresholds takes the mean of both. So a
+    gradient decides soon about the units at the border, and late about the others.
+
+    Args:
+        choice: (U,). wanted: (U, F-1), how much each unit wants each step.
+    """
+    thresholds = np.array(raw_thresholds(family))
+    raw = np.zeros((len(choice), len(thresholds)))
+    for step, threshold in enumerate(thresholds):
+        for side, sign in ((choice > step, 1), (choice <= step, -1)):
+            units = np.flatnonzero(side)
+            order = np.lexsort((space.name_rank[units], sign * wanted[units, step]))
+            share = (np.arange(len(units)) + 1) / max(1, len(units))
+            raw[units[order], step] = threshold + sign * spread * share
+    below = np.clip(choice - 1, 0, len(thresholds) - 1)
+    above = np.clip(choice, 0, len(thresholds) - 1)
+    units = np.arange(len(choice))
+    return np.clip((raw[units, below] + raw[units, above]) / 2, 0, 2)
 
 
 # --- measuring ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     kl              mean over positions of KL(full precision, quantized), nats
     hinge           slope * max(0, soft average - target)
     scaling         lambda * soft average
+    exact           0: the average is held by the steps themselves (descent)
 
 The task loss and its gradient by the logits are computed together, in float32 but without float32
 copies of all logits, which at a vocabulary of 50,000 would be the peak of a step's memory.
@@ -107,4 +108,6 @@ def budget_penalty(config: SearchConfig, soft_average: Tensor, target: float) ->
     """0-d; `soft_average` and `target` in the budget's unit."""
     if config.penalty == "scaling":
         return config.penalty_lambda * soft_average
+    if config.penalty == "exact":
+        return torch.zeros_like(soft_average)
     return config.slope * torch.clamp(soft_average - target, min=0)

@@ -29,6 +29,10 @@ SHARPNESS = 20.0
 """k in the formulas above, from the paper."""
 
 
+TIE = 1e-9
+"""Far below the spacing of float32 near a threshold, far above that of float64."""
+
+
 def raw_thresholds(family: Family) -> tuple[float, ...]:
     """Raw offset above which a unit takes the next format: the midpoints between the stops."""
     return tuple((a + b) / 2 for a, b in pairwise(family.stops))
@@ -52,14 +56,18 @@ def harden(raw: np.ndarray, family: Family) -> np.ndarray:
     return (raw[:, None] > np.array(raw_thresholds(family))[None]).sum(1).astype(np.int64)
 
 
-def preference(raw: np.ndarray, family: Family) -> np.ndarray:
+def preference(raw: np.ndarray, family: Family, ties: np.ndarray | None = None) -> np.ndarray:
     """(U, F-1): how far each raw offset lies above the threshold of each step.
 
     With two stops this is the order of the raw offsets themselves; with three it also compares a
     step 4 to 6 of one unit with a step 6 to 8 of another.
+
+    Args:
+        raw: (U,) float64. ties: (U,) in [0, 2], decides between raw offsets that are equal, as those
+            are that the clamp holds at 0 or 2.
     """
     margins: np.ndarray = raw[:, None] - np.array(raw_thresholds(family))[None]
-    return margins
+    return margins if ties is None else margins + TIE * ties[:, None]
 
 
 class Bank:

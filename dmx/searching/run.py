@@ -19,9 +19,9 @@ from dmx.layers import is_applied
 from dmx.models import architecture_sha256, check_searchable
 from dmx.progress import Stopwatch
 from dmx.searching.batches import batches_sha256, list_batches
-from dmx.searching.config import SCANS, SearchConfig
+from dmx.searching.config import SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
-from dmx.searching.heuristics import Scan, heuristic_choice
+from dmx.searching.heuristics import Scan, heuristic_choice, soft_start
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.targets import SEARCH_TARGETS, split_groups
@@ -104,7 +104,7 @@ def search(
     space.check_budget(budget)
     listed = list_batches(batches, model)
     for setting, is_used in (
-        ("score_batches", config.name in SCANS), ("polish_batches", config.polish_rounds > 0)
+        ("score_batches", config.needs_scan), ("polish_batches", config.polish_rounds > 0)
     ):  # fmt: skip
         asked = getattr(config, setting)
         if is_used and asked is not None and asked > len(listed):
@@ -121,27 +121,32 @@ def search(
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
+        if where is not None:
+            # An unwritable folder must show now, not after the first checkpoint's worth of steps.
+            write_text(where / ".writable", "").unlink(missing_ok=True)
+        if score_folder is None and where is not None:
+            score_folder = where / "scores"
+        scan = Scan(
+            model, listed, space, config,
+            fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
+            folder=None if score_folder is None else Path(score_folder),
+        )  # fmt: skip
         if config.name == "differentiable":
+            start = None
+            if config.start != "constant":
+                known = replace(config, name=config.start)
+                found, wanted, _ = heuristic_choice(scan, space, budget, known)
+                start = soft_start(space, config.format_family, found, wanted, config.start_spread)
             run = DifferentiableSearch(
-                model, listed, space, budget, config,
-                folder=where, fingerprint=_fingerprint(model, listed, budget, config),
+                model, listed, space, budget, config, folder=where, start=start,
+                fingerprint=_fingerprint(model, listed, budget, config),
             )  # fmt: skip
-            if where is not None:
-                # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-                write_text(where / ".writable", "").unlink(missing_ok=True)
-            clock = run.clock
+            run.clock = clock
             run.run()
             choice, preference = run.projected_choice(), run.preference()
             history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
             graph = "on" if run.uses_graph else "off"
         else:
-            if score_folder is None and where is not None:
-                score_folder = where / "scores"
-            scan = Scan(
-                model, listed, space, config,
-                fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
-                folder=None if score_folder is None else Path(score_folder),
-            )  # fmt: skip
             choice, preference, _ = heuristic_choice(scan, space, budget, config)
             history, raw, complaints, graph = [], None, [], "off"
         rounds: list[dict[str, Any]] = []

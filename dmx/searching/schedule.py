@@ -20,6 +20,16 @@ def temperature(config: SearchConfig, step: int) -> float:
     return float(config.temperature * ratio ** ((step - start) / span))
 
 
+def averaged_rows(config: SearchConfig) -> slice:
+    """Which raw offsets are averaged: the state before step i is row i, that after the last one row
+    `steps`. From `average_from` up to the state in which annealing begins; empty without."""
+    if config.average_from is None:
+        return slice(0, 0)
+    return slice(
+        int(config.average_from * config.steps), int(config.anneal_from * config.steps) + 1
+    )
+
+
 def learning_rate(config: SearchConfig, step: int) -> float:
     """Constant, or half a cosine from lr to 0."""
     if config.lr_schedule == "constant":
