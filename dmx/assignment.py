@@ -3,20 +3,25 @@
 The file is JSON, schema `dmx.assignment/1`. It carries layer names, formats and shapes, the model
 it belongs to, the bits, and how it was found. A file whose bits do not follow from its formats,
 or whose names do not fit the model, is refused.
+
+A transform or a rounding that needs tensors keeps them in a file of its own beside the JSON, an
+*artifact*, which is named there with its SHA-256.
 """
 
 import json
+import re
+import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
 from dmx.budget import Budget, SearchSpace, linear_layers
 from dmx.errors import AssignmentError, FormatError
-from dmx.files import write_json
+from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
     BIT_UNITS,
     SCALE_RULES,
@@ -37,6 +42,9 @@ _FIELDS = (
     "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rule",
     "transform", "rounding", "bits", "budget", "search",
 )  # fmt: skip
+
+ArtifactKind = Literal["transform", "rounding"]
+ARTIFACTS: tuple[ArtifactKind, ...] = ("transform", "rounding")
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,10 @@ class Assignment:
     rounding: Mapping[str, Any] | None = None
     budget: Mapping[str, Any] | None = None
     search: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = field(default=None, compare=False, repr=False)
+    """Where it was loaded from, which holds its artifacts; not in the file."""
+    unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
+    """Contents of artifacts that no file holds yet."""
 
     def block_format(self, layer: str) -> BlockFormat:
         return get_block_format(self.formats[layer])
@@ -68,12 +80,77 @@ class Assignment:
     def input_format(self, layer: str) -> BlockFormat:
         return get_block_format((self.input_formats or self.formats)[layer])
 
+    def artifact(self, kind: ArtifactKind) -> Path:
+        """Path of the file that the transform or the rounding names, with its SHA-256 checked.
+
+        Raises:
+            AssignmentError: there is none, it is missing or damaged, or the assignment was never
+                saved.
+        """
+        named = getattr(self, kind) or {}
+        if "file" not in named:
+            raise AssignmentError(f"the assignment's {kind} ({dict(named)}) names no file")
+        if self.folder is None:
+            raise AssignmentError(
+                f"the assignment needs {named['file']} ({kind}), and was not read from a folder that "
+                "could hold it. Save it first, and load it from there."
+            )
+        path = self.folder / named["file"]
+        try:
+            found = file_sha256(path)
+        except OSError as error:
+            raise AssignmentError(
+                f"{path}: cannot be read ({error.strerror}). The assignment needs it for its {kind}: "
+                "copy it beside the assignment, or search again."
+            ) from error
+        if found != named["sha256"]:
+            raise AssignmentError(
+                f"{path}: SHA-256 {found[:12]}…, the assignment's {kind} says "
+                f"{str(named['sha256'])[:12]}…. It is damaged or of another search: copy it again "
+                "from where the assignment came, or search again."
+            )
+        return path
+
+    def content(self, kind: ArtifactKind) -> bytes:
+        """Content of an artifact, also of one that is not saved yet; raises as `artifact`."""
+        return self.unsaved[kind] if kind in self.unsaved else self.artifact(kind).read_bytes()
+
+    def with_artifact(
+        self, kind: ArtifactKind, content: bytes, facts: Mapping[str, Any]
+    ) -> "Assignment":
+        """This assignment with a transform or rounding of these facts (name, ...) and a file of this
+        content, which `save` writes."""
+        named = {**facts, "file": f"{kind}.safetensors", "sha256": sha256(content)}
+        changed: dict[str, Any] = {kind: named, "unsaved": {**self.unsaved, kind: content}}
+        return replace(self, **changed)
+
     def save(self, path: str | Path) -> Path:
-        """Write the JSON file, whole or not at all."""
-        body = {k: v for k, v in asdict(self).items()}
+        """Write the JSON file and the artifacts beside it, each whole or not at all.
+
+        Artifacts are named `transform.safetensors` beside `assignment.json`, and
+        `x.transform.safetensors` beside any other `x.json`.
+        """
+        path = Path(path)
+        body = {k: v for k, v in self.__dict__.items()}
+        for kind in ARTIFACTS:
+            if "file" in (body[kind] or {}):
+                prefix = "" if path.stem == "assignment" else f"{path.stem}."
+                name = f"{prefix}{kind}{Path(body[kind]['file']).suffix}"
+                self._write_artifact(kind, path.parent / name)
+                body[kind] = {**body[kind], "file": name}
         body["shapes"] = {k: list(v) for k, v in self.shapes.items()}
         body["unquantized"] = list(self.unquantized)
         return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in _FIELDS}})
+
+    def _write_artifact(self, kind: ArtifactKind, target: Path) -> None:
+        if kind in self.unsaved:
+            content = self.unsaved[kind]
+            write_atomic(target, lambda file: file.write(content))
+            return
+        source = self.artifact(kind)
+        if not (target.exists() and target.samefile(source)):
+            with source.open("rb") as opened:
+                write_atomic(target, lambda file: shutil.copyfileobj(opened, file))
 
     @classmethod
     def load(cls, path: str | Path) -> "Assignment":
@@ -95,7 +172,7 @@ class Assignment:
                 f"assignment={path}: is no JSON file ({error}). It is damaged: search again, or "
                 "copy it again from where it came."
             ) from error
-        return cls.from_dict(body, str(path))
+        return replace(cls.from_dict(body, str(path)), folder=path.absolute().parent)
 
     @classmethod
     def from_dict(cls, body: Any, source: str = "assignment") -> "Assignment":
@@ -146,6 +223,9 @@ class Assignment:
         for key, kinds, expected in _KINDS:
             if not isinstance(body[key], kinds):
                 raise refuse(f"{key} is {body[key]!r}, expected {expected}")
+        for kind in ARTIFACTS:
+            if body[kind] is not None and (why := _malformed(body[kind])):
+                raise refuse(f"{kind} is {body[kind]!r}: {why}")
         if not all(isinstance(layer, str) for layer in body["unquantized"]):
             raise refuse("unquantized must hold layer names")
         if body["units"] not in ("fused", "layer"):
@@ -208,6 +288,20 @@ class Assignment:
                 f"{type(model).__name__} (made for {self.model.get('id')!r}). Load that model, or "
                 "search this one."
             )
+
+
+def _malformed(named: Mapping[str, Any]) -> str:
+    """What is wrong with a transform or rounding object; empty when nothing is."""
+    if not isinstance(named.get("name"), str):
+        return "it has no name"
+    if "file" not in named and "sha256" not in named:
+        return ""
+    file, digest = named.get("file"), named.get("sha256")
+    if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+        return "file must name a file beside the assignment"
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        return "sha256 must be 64 hexadecimal digits"
+    return ""
 
 
 def make_assignment(
