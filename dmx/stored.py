@@ -1,0 +1,141 @@
+"""Weights that were rounded beforehand: packed codes and scale bytes a layer, as one safetensors file.
+
+    <layer>.codes    uint8 (out, bytes), packed as `dmx.numerics.packing` says, rows padded to blocks
+    <layer>.scales   uint8 (out, blocks), E8M0
+    <layer>.sample   float32 (<= 64,), some elements of the weight that was rounded
+
+The file takes bits_per_element and is exact. The sample tells whether a model still has the weights
+that were rounded: the file would silently bring back those of another model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from dmx.errors import AssignmentError
+from dmx.files import sha256
+from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule, get_block_format
+from dmx.kernels import ops
+from dmx.numerics.mx import MXTensor
+from dmx.numerics.packing import unpack_codes
+
+SAMPLE_SIZE = 64
+SAMPLES_MAY_DIFFER = 2.0**-8
+"""Relative, root mean square: rounding to bfloat16 explains 2**-9, another model's weights exceed it."""
+_PARTS = ("codes", "scales", "sample")
+
+
+def _sample(weight: Tensor) -> Tensor:
+    flat = weight.detach().flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].float().cpu()
+
+
+@dataclass(eq=False)
+class StoredWeight:
+    """A quantizer that gives the weight that is stored, whatever weight it is called on.
+
+    Nothing flows back to that weight: the stored one does not depend on it.
+    """
+
+    block_format: BlockFormat
+    codes: Tensor
+    scales: Tensor
+    sample: Tensor
+
+    @classmethod
+    def of(
+        cls, rounded: Tensor, weight: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+    ) -> "StoredWeight":
+        """Keep a rounded weight.
+
+        Args:
+            rounded: (out, in) float32, values that the format holds under the rule.
+            weight: (out, in), what it was rounded from.
+        """
+        padded = F.pad(rounded, (0, -rounded.shape[1] % BLOCK_SIZE))
+        codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
+        return cls(block_format, codes, scales, _sample(weight))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the codes and scales."""
+        return sha256(b"".join(t.cpu().numpy().tobytes() for t in (self.codes, self.scales)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The stored weight in the shape and dtype of x, and on its device."""
+        if self.codes.device != x.device:
+            self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
+        assert self.block_format.element is not None
+        codes = unpack_codes(self.codes, self.block_format.element.bits)
+        whole = MXTensor(codes, self.scales, self.block_format, -1, x.dtype).dequantize()
+        return whole[:, : x.shape[1]].contiguous()
+
+    def check(self, weight: Tensor, layer: str) -> None:
+        """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype."""
+        difference = float((_sample(weight) - self.sample).norm() / self.sample.norm())
+        if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(_sample(weight), self.sample):
+            raise AssignmentError(
+                f"the assignment's rounding was made for other weights: {layer} differs by "
+                f"{difference:.2%} from the weight that was rounded. Load the model that was "
+                "rounded (id, revision, transform), or round this one."
+            )
+
+
+def to_bytes(weights: Mapping[str, StoredWeight], fingerprint: str) -> bytes:
+    """Content of the file; equal weights and fingerprints give equal bytes."""
+    tensors = {
+        f"{layer}.{part}": getattr(stored, part).cpu().contiguous()
+        for layer, stored in weights.items()
+        for part in _PARTS
+    }
+    return save(tensors, {"fingerprint": fingerprint})
+
+
+def from_bytes(
+    content: bytes, formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, StoredWeight]:
+    """Inverse of `to_bytes`.
+
+    Args:
+        formats, shapes: of the layers that must be there; those in bf16 are not.
+
+    Raises:
+        AssignmentError: the file is damaged, or holds other layers, formats or shapes.
+    """
+
+    def refuse(why: str) -> AssignmentError:
+        return AssignmentError(
+            f"the file of the assignment's rounding {why}. Copy it again from where the assignment "
+            "came, or round again."
+        )
+
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise refuse(f"is damaged ({error})") from error
+    found: dict[str, StoredWeight] = {}
+    for layer, name in formats.items():
+        block_format = get_block_format(name)
+        if block_format.element is None:
+            continue
+        parts = {part: tensors.pop(f"{layer}.{part}", None) for part in _PARTS}
+        codes, scales, sample = parts["codes"], parts["scales"], parts["sample"]
+        if codes is None or scales is None or sample is None:
+            raise refuse(f"lacks {layer}")
+        out, into = shapes[layer]
+        blocks = -(-into // BLOCK_SIZE)
+        expected = (out, blocks * BLOCK_SIZE * block_format.element.bits // 8)
+        if tuple(codes.shape) != expected or tuple(scales.shape) != (out, blocks):
+            raise refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
+        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
+            raise refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
+        found[layer] = StoredWeight(block_format, codes, scales, sample)
+    if tensors:
+        raise refuse(f"holds {next(iter(tensors))}, which is no part of the assignment")
+    return found
