@@ -124,6 +124,11 @@ class Assignment:
         changed: dict[str, Any] = {kind: named, "unsaved": {**self.unsaved, kind: content}}
         return replace(self, **changed)
 
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Layers in an MX format."""
+        return tuple(k for k in self.formats if self.block_format(k).element is not None)
+
     def save(self, path: str | Path) -> Path:
         """Write the JSON file and the artifacts beside it, each whole or not at all.
 

@@ -182,7 +182,8 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
     return get() if callable(get) else None
 
 
-def _group_name(name: str) -> str:
+def fused_group(name: str) -> str:
+    """Of a layer: the group that shares one input and one choice, or the layer itself."""
     parent, _, last = name.rpartition(".")
     for group in FUSED_GROUPS:
         if last in group:
@@ -246,7 +247,7 @@ def build_space(
     owner: dict[int, str] = {}
     groups: dict[str, list[str]] = {}
     for name in searched:
-        group = _group_name(name) if units == "fused" else name
+        group = fused_group(name) if units == "fused" else name
         group = owner.setdefault(id(linears[name].weight), group)
         groups.setdefault(group, []).append(name)
 

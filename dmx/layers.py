@@ -4,8 +4,7 @@
 state dicts, optimizers and tied weights do not notice. Weights are quantized in the forward pass.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,10 @@ from dmx.errors import ModelError
 from dmx.models import check_searchable
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.quantizers import BlockQuantizer, Quantizer
+from dmx.stored import StoredWeight, from_bytes
+from dmx.swap import adopt, put_back, replace_layers
+from dmx.transforms.block import BlockRotation
+from dmx.transforms.stage import Transform
 
 
 class Safety(Protocol):
@@ -26,8 +29,10 @@ class Safety(Protocol):
 
 
 class QuantLinear(nn.Linear):
-    """`F.linear(input_quantizer(x), weight_quantizer(weight), bias)`."""
+    """`F.linear(input_quantizer(x), weight_quantizer(weight), bias)`; x is rotated before where the
+    weight is."""
 
+    input_transform: BlockRotation | None
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
     cache_weights: bool
@@ -64,6 +69,8 @@ class QuantLinear(nn.Linear):
         return self._cached[2]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.input_transform is not None:
+            x = self.input_transform(x)
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
         return F.linear(x, self.quantized_weight(), self.bias)
@@ -79,62 +86,8 @@ class QuantLinear(nn.Linear):
         return ", ".join([super().extra_repr(), *names])
 
 
-_Linear = TypeVar("_Linear", bound=nn.Linear)
-
-
-def adopt(cls: type[_Linear], linear: nn.Linear) -> _Linear:
-    """An instance of `cls` with the sizes, Parameters, hooks and mode of `linear`; copies nothing."""
-    layer = cls.__new__(cls)
-    nn.Module.__init__(layer)
-    layer.in_features, layer.out_features = linear.in_features, linear.out_features
-    layer.weight = linear.weight
-    layer.register_parameter("bias", linear.bias)
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-                  "_forward_pre_hooks_with_kwargs"):  # fmt: skip
-        setattr(layer, hooks, getattr(linear, hooks))
-    layer.training = linear.training
-    return layer
-
-
-def replace_layers(
-    model: nn.Module, make: Callable[[str, nn.Linear], nn.Linear | None]
-) -> dict[str, nn.Linear]:
-    """Replace every linear layer for which `make(name, layer)` gives another; a module that stands
-    under several names is replaced once and under all of them.
-
-    Returns:
-        name -> the original module, for `put_back`.
-    """
-    linears = [
-        (name, module)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, nn.Linear)
-    ]
-    made: dict[int, nn.Linear | None] = {}
-    for name, module in linears:
-        if id(module) not in made:
-            made[id(module)] = make(name, module)
-    # Only now, when nothing can fail any more, is the model touched.
-    originals = {name: module for name, module in linears if made[id(module)] is not None}
-    for name, module in originals.items():
-        replacement = made[id(module)]
-        assert replacement is not None
-        set_module(model, name, replacement)
-    return originals
-
-
-def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
-
-
-def put_back(model: nn.Module, originals: dict[str, nn.Linear]) -> None:
-    for name, module in originals.items():
-        module.train(model.get_submodule(name).training)
-        set_module(model, name, module)
-
-
 _ORIGINALS = "_dmx_originals"
+_UNDO_TRANSFORM = "_dmx_undo_transform"
 
 
 def is_applied(model: nn.Module) -> bool:
@@ -162,7 +115,7 @@ def apply(
 
     Raises:
         ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
-        AssignmentError: the assignment is for another model.
+        AssignmentError: the assignment is for another model, or its rounding for other weights.
     """
     if is_applied(model):
         raise ModelError(
@@ -170,14 +123,10 @@ def apply(
         )
     if not (weights or inputs):
         raise ModelError("weights=False and inputs=False would quantize nothing; set one of them")
-    if assignment.transform is not None or assignment.rounding is not None:
-        needs = assignment.transform or assignment.rounding
-        raise ModelError(
-            f"the assignment needs {needs}, which this version cannot apply; "
-            "search again without a transform and with nearest rounding"
-        )
     check_searchable(model, allow_unsearched=True)
     assignment.check(model)
+    transform = Transform.of(assignment)
+    stored = stored_weights(assignment) if weights else {}
 
     def quantizer(name: str, operand: str) -> Quantizer | None:
         of = assignment.block_format if operand == "weight" else assignment.input_format
@@ -185,6 +134,8 @@ def apply(
         if block_format.element is None:
             return None
         plain: Quantizer = BlockQuantizer(block_format, assignment.scale_rule)
+        if operand == "weight":
+            plain = stored.get(name, plain)
         return plain if safety is None else safety.guard(plain, name, operand)
 
     def make(name: str, linear: nn.Linear) -> QuantLinear | None:
@@ -195,6 +146,8 @@ def apply(
                 f"{name} is {str(linear.weight.dtype).removeprefix('torch.')}; formats are defined "
                 "on float32, bfloat16 and float16. Convert the model first: model.float()"
             )
+        if name in stored:
+            stored[name].check(linear.weight, name)
         return QuantLinear.wrap(
             linear,
             quantizer(name, "weight") if weights else None,
@@ -202,12 +155,30 @@ def apply(
             cache_weights=cache_weights,
         )
 
-    object.__setattr__(model, _ORIGINALS, replace_layers(model, make))
+    undo = transform.install(model, assignment.quantized)
+    try:
+        originals = replace_layers(model, make)
+    except BaseException:
+        undo()
+        raise
+    object.__setattr__(model, _ORIGINALS, originals)
+    object.__setattr__(model, _UNDO_TRANSFORM, undo)
     if hasattr(model, "save_pretrained"):
         # A checkpoint of an applied model would hold the unquantized weights under a name that
         # promises otherwise.
         object.__setattr__(model, "save_pretrained", _refuse_to_save)
     return model
+
+
+def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
+    """layer -> the weight that the assignment's rounding gave it; {} with nearest rounding.
+
+    Raises:
+        AssignmentError: its file is missing, damaged, or does not fit the assignment.
+    """
+    if assignment.rounding is None:
+        return {}
+    return from_bytes(assignment.content("rounding"), assignment.formats, assignment.shapes)
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -222,6 +193,7 @@ def restore(model: nn.Module) -> nn.Module:
     if not is_applied(model):
         raise ModelError("no assignment is applied to this model; nothing to restore")
     put_back(model, model.__dict__.pop(_ORIGINALS))
+    model.__dict__.pop(_UNDO_TRANSFORM)()
     model.__dict__.pop("save_pretrained", None)
     return model
 

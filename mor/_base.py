@@ -4,7 +4,7 @@ from dmx.assignment import Assignment
 from dmx.errors import DmxError
 from dmx.files import write_atomic, write_json
 from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
-from dmx.layers import adopt, apply, put_back, replace_layers, restore
+from dmx.layers import apply, restore
 from dmx.numerics.errors import relative_error
 from dmx.numerics.mx import check_input
 from dmx.numerics.rounding import (
@@ -15,6 +15,7 @@ from dmx.numerics.rounding import (
     round_to_element,
 )
 from dmx.quantizers import Quantizer
+from dmx.swap import adopt, put_back, replace_layers
 
 __all__ = [
     "E4M3",

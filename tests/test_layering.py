@@ -14,12 +14,12 @@ RANKS = {
     "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.targets": 1,
     "dmx.numerics": 2,
     "dmx.kernels": 3,
-    "dmx.quantizers": 4,
+    "dmx.quantizers": 4, "dmx.stored": 4,
     "dmx.data": 5, "dmx.searchable": 5, "dmx.tiny_models": 6, "dmx.models": 7,
-    "dmx.budget": 8, "dmx.assignment": 9, "dmx.layers": 10,
-    "dmx.searching": 11,
-    "dmx.evaluate": 12,
-    "dmx.exporting": 13,
+    "dmx.swap": 8, "dmx.budget": 8, "dmx.assignment": 9, "dmx.transforms": 10, "dmx.layers": 11,
+    "dmx.searching": 12,
+    "dmx.evaluate": 13, "dmx.rounding": 13,
+    "dmx.exporting": 14,
 }  # fmt: skip
 ALONE = {"dmx.models", "dmx.data", "dmx.searchable", "dmx.tiny_models", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""

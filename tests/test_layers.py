@@ -12,9 +12,10 @@ from dmx.assignment import make_assignment
 from dmx.budget import build_space
 from dmx.errors import AssignmentError, DataError, ModelError
 from dmx.formats import FAMILIES, get_family
-from dmx.layers import QuantLinear, is_applied, quantized_layers, replace_layers
+from dmx.layers import QuantLinear, is_applied, quantized_layers
 from dmx.numerics import fake_quant
 from dmx.searching.offsets import FixedLinear, SearchLinear, searching_model
+from dmx.swap import replace_layers
 
 TOKENS = torch.arange(2 * 40).reshape(2, 40) % 288
 
@@ -226,8 +227,8 @@ def test_bf16_in_an_assignment_leaves_the_layer_in_full_precision(tiny_random):
 
 def test_what_an_assignment_needs_and_this_version_lacks_is_an_error(tiny_random):
     _, _, assignment = mixed(tiny_random.model)
-    object.__setattr__(assignment, "transform", {"name": "hadamard"})
-    with pytest.raises(ModelError, match=r"needs .*hadamard.* cannot apply"):
+    object.__setattr__(assignment, "rounding", {"name": "dice"})
+    with pytest.raises(ModelError, match=r"needs .*dice.* cannot apply"):
         dmx.apply(tiny_random.model, assignment)
 
 

@@ -16,6 +16,7 @@ from dmx.formats import (
     get_family,
 )
 from dmx.targets import SEARCH_TARGETS
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
 SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
 SCANS = ("kl", "kl_per_bit", "fisher")
@@ -51,6 +52,18 @@ class SearchConfig:
     scale_rule: ScaleRule = "floor"
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
+
+    transform: str = "none"
+    """none | hadamard_block | hadamard_full | learned, before all else; see docs/transforms.md."""
+    transform_file: str | None = None
+    """transform=learned: rotations of an earlier search; null = learn them, name=differentiable."""
+    residual_block: int | None = 32
+    """transform=hadamard_full: channels that are mixed with each other; null = all."""
+    rotation: str = "shared"
+    """transform=learned: shared | per_block: one rotation for all blocks of an input, or each."""
+    rotation_lr: float = 1.0
+    """radians, about, for a gradient of 1 nat/token; follows lr_schedule."""
+    rotation_momentum: float = 0.9
 
     score_batches: int | None = None
     """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
@@ -115,10 +128,13 @@ class SearchConfig:
         check_choice(self.start, STARTS, "search.start")
         check_choice(self.cuda_graph, ("auto", "on", "off"), "search.cuda_graph")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
+        check_choice(self.transform, TRANSFORMS, "search.transform")
+        check_choice(self.rotation, ("shared", "per_block"), "search.rotation")
         for name, low, high in (
             ("raw_start", 0, 2), ("anneal_from", 0, 1), ("momentum", 0, 0.999999),
             ("lr", 0, math.inf), ("slope", 0, math.inf), ("penalty_lambda", 0, math.inf),
             ("temperature", 1e-3, 1e3), ("temperature_end", 1e-3, 1e3),
+            ("rotation_lr", 0, math.inf), ("rotation_momentum", 0, 0.999999),
             ("start_spread", 0, 1), ("average_from", 0, self.anneal_from),
         ):  # fmt: skip
             value = getattr(self, name)
@@ -130,10 +146,10 @@ class SearchConfig:
                 raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
         for name, low in (
             ("steps", 1), ("evaluate_every", 1), ("checkpoint_every", 1), ("score_batches", 1),
-            ("polish_rounds", 0), ("polish_batches", 1), ("seed", 0),
+            ("polish_rounds", 0), ("polish_batches", 1), ("seed", 0), ("residual_block", 1),
         ):  # fmt: skip
             value = getattr(self, name)
-            if name in ("score_batches", "polish_batches") and value is None:
+            if name in ("score_batches", "polish_batches", "residual_block") and value is None:
                 continue
             if type(value) is not int:
                 raise SearchConfigError(f"search.{name}={value!r} must be a whole number")
@@ -156,7 +172,28 @@ class SearchConfig:
                 f"search.exclude must be a list of globs and search.fixed a dict of glob -> format, "
                 f"got {self.exclude!r} and {self.fixed!r}"
             )
+        self._check_transform()
         self._check_target()
+
+    def _check_transform(self) -> None:
+        if self.transform_file is not None and self.transform != "learned":
+            raise SearchConfigError(
+                f"search.transform_file={self.transform_file} needs search.transform=learned, which "
+                f"is {self.transform}. Set both, or neither."
+            )
+        if self.transform == "learned" and not self.learns_rotation and self.transform_file is None:
+            raise SearchConfigError(
+                f"search.transform=learned with search.name={self.name}: only the differentiable "
+                "search learns rotations. Give the file that it wrote "
+                "(search.transform_file=path/to/transform.safetensors), or use "
+                "search.transform=hadamard_block."
+            )
+        if self.transform in RUN_TIME_TRANSFORMS and self.target != "any":
+            raise SearchConfigError(
+                f"search.transform={self.transform} rotates inputs at run time, which no runtime of "
+                f"search.target={self.target} does. Use search.transform=hadamard_full or none, or "
+                "search.target=any."
+            )
 
     def _check_target(self) -> None:
         if self.target == "any":
@@ -185,6 +222,14 @@ class SearchConfig:
                     f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."
                 )
+
+    @property
+    def learns_rotation(self) -> bool:
+        return (
+            self.name == "differentiable"
+            and self.transform == "learned"
+            and self.transform_file is None
+        )
 
     @property
     def needs_scan(self) -> bool:

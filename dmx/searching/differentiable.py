@@ -93,6 +93,7 @@ class DifferentiableSearch:
         self.warnings: list[str] = []
         self._complained: set[str] = set()
         self.clock = Stopwatch()
+        self.rotations = None
         self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------

@@ -272,6 +272,8 @@ class Scan:
 
         def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
             x = inputs[0].detach()
+            if layer.input_transform is not None:
+                x = layer.input_transform(x)
             if output.requires_grad:
                 output.register_hook(
                     lambda grad: _add_fisher(

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from dmx.budget import SearchSpace
 from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
-from dmx.layers import adopt, put_back, replace_layers
 from dmx.numerics import path_parameters
+from dmx.swap import adopt, put_back, replace_layers
+from dmx.transforms.block import BlockRotation
 
 SHARPNESS = 20.0
 """k in the formulas above, from the paper."""
@@ -142,9 +143,12 @@ class SearchLinear(nn.Linear):
 
     bank: Bank
     unit: int
+    input_transform: BlockRotation | None
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank
+        if self.input_transform is not None:
+            x = self.input_transform(x)
         if bank.mode == "soft":
             result: Tensor = _SoftLinear.apply(
                 x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
@@ -165,8 +169,11 @@ class FixedLinear(nn.Linear):
 
     block_format: BlockFormat
     bank: Bank
+    input_transform: BlockRotation | None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.input_transform is not None:
+            x = self.input_transform(x)
         if self.bank.mode in ("full", "units"):
             return F.linear(x, self.weight, self.bias)
         rule = self.bank.scale_rule

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan, heuristic_choice, soft_start
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
+from dmx.searching.transforming import asked_transform, transformed_layers
 from dmx.targets import SEARCH_TARGETS, split_groups
+from dmx.transforms.stage import Transform, transformed
 
 
 def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
@@ -33,6 +36,7 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
     Raises:
         ModelError: quantized, PEFT, mostly outside nn.Linear, nothing to search, a pattern that
             matches nothing. FormatError: patterns that split a group which the target fuses.
+        AssignmentError: search.transform_file is missing, damaged, or of another model.
     """
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
@@ -46,6 +50,8 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
     )
+    if config.transform_file is not None:
+        asked_transform(config, space)
     if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
         _check_groups(space, config)
     return space
@@ -115,20 +121,26 @@ def search(
     where = None if folder is None else Path(folder)
     clock = Stopwatch()
     device = next(model.parameters()).device
+    learns = config.learns_rotation
+    transform = Transform("hadamard_block") if learns else asked_transform(config, space)
+    layers = transformed_layers(space)
+    identity = model_fingerprint(model) | {"transform": transform.key()}
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
+        ExitStack() as stage,
     ):
         if where is not None:
             # An unwritable folder must show now, not after the first checkpoint's worth of steps.
             write_text(where / ".writable", "").unlink(missing_ok=True)
         if score_folder is None and where is not None:
             score_folder = where / "scores"
+        stage.enter_context(transformed(model, transform, layers))
         scan = Scan(
             model, listed, space, config,
-            fingerprint=model_fingerprint(model) | {"batches": batches_sha256(listed[: config.score_batches])},
+            fingerprint=identity | {"batches": batches_sha256(listed[: config.score_batches])},
             folder=None if score_folder is None else Path(score_folder),
         )  # fmt: skip
         if config.name == "differentiable":
@@ -137,12 +149,17 @@ def search(
                 known = replace(config, name=config.start)
                 found, wanted, _ = heuristic_choice(scan, space, budget, known)
                 start = soft_start(space, config.format_family, found, wanted, config.start_spread)
+            if learns:
+                stage.close()  # rotations are learned on the model as it is
             run = DifferentiableSearch(
                 model, listed, space, budget, config, folder=where, start=start,
-                fingerprint=_fingerprint(model, listed, budget, config),
+                fingerprint=_fingerprint(identity, listed, budget, config),
             )  # fmt: skip
             run.clock = clock
             run.run()
+            if run.rotations is not None:
+                transform = run.rotations.transform()
+                stage.enter_context(transformed(model, transform, layers))
             choice, preference = run.projected_choice(), run.preference()
             history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
             graph = "on" if run.uses_graph else "off"
@@ -153,15 +170,16 @@ def search(
         if config.polish_rounds:
             polish = Polish(
                 model, listed, space, budget, config, start=choice, folder=where, clock=clock,
-                fingerprint=_fingerprint(model, listed, budget, config, with_polish=True),
+                fingerprint=_fingerprint(identity, listed, budget, config, with_polish=True),
             )  # fmt: skip
             polish.run()
             choice, preference, rounds = polish.choice, polish.preference(), polish.rows
+    assignment = make_assignment(
+        space, choice, model,
+        scale_rule=config.scale_rule, budget=budget, search=config.summary(),
+    )  # fmt: skip
     return SearchResult(
-        assignment=make_assignment(
-            space, choice, model,
-            scale_rule=config.scale_rule, budget=budget, search=config.summary(),
-        ),
+        assignment=transform.attach(assignment, model),
         units=tuple(u.name for u in space.units),
         preference=preference,
         seconds=clock.seconds,
@@ -187,12 +205,13 @@ def _check_weights(model: nn.Module) -> None:
 def uniform_assignment(
     model: nn.Module, block_format: BlockFormat, config: SearchConfig
 ) -> Assignment:
-    """Every searched layer in one format, whatever the family of the config."""
+    """Every searched layer in one format, whatever the family of the config, with its transform."""
     space = search_space(model, config)
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
     summary = {"name": "uniform", "family": None, "seed": config.seed}
-    return make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)
+    made = make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)
+    return asked_transform(config, alone).attach(made, model)
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -207,7 +226,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def _fingerprint(
-    model: nn.Module,
+    identity: dict[str, Any],
     batches: list[Tensor],
     budget: Budget,
     config: SearchConfig,
@@ -224,6 +243,6 @@ def _fingerprint(
         "config": settings,
         "budget": asdict(budget),
         "batches": batches_sha256(batches),
-        **model_fingerprint(model),
+        **identity,
     }
     return sha256(json.dumps(body, sort_keys=True).encode())

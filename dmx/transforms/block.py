@@ -1,0 +1,80 @@
+"""Rotations of blocks of 32 channels along the contraction axis of a product.
+
+    y = x W^T = (x R) (W R)^T          R block-diagonal, blocks 32 x 32, orthogonal
+
+A block is an MX block, so R spreads an outlier over the elements that share its scale, and no
+further. The weight is rotated once; the input is rotated in every pass, 32 products an element.
+
+Source: QuaRot, arXiv 2404.00456, for the identity; blocks as wide as the format's, as in MR-GPTQ,
+arXiv 2509.23202.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.formats import BLOCK_SIZE
+from dmx.swap import adopt
+from dmx.transforms.hadamard import hadamard_matrix
+
+
+def hadamard_block() -> Tensor:
+    """(32, 32) float32: Sylvester's matrix over sqrt(32), the same for every block."""
+    return hadamard_matrix(BLOCK_SIZE).float()
+
+
+def rotate(x: Tensor, matrix: Tensor) -> Tensor:
+    """Each block of 32 along the last axis times its matrix; accumulated in float32 by the product.
+
+    Args:
+        x: (..., n), n a multiple of 32. matrix: (32, 32) for all blocks or (n / 32, 32, 32), in the
+            dtype of x. Differentiable in both.
+
+    Returns:
+        Shape and dtype of x.
+    """
+    blocks = x.unflatten(-1, (-1, BLOCK_SIZE))
+    if matrix.ndim == 2:
+        return (blocks @ matrix).flatten(-2)
+    return torch.einsum("...bi,bij->...bj", blocks, matrix).flatten(-2)
+
+
+class BlockRotation:
+    """`rotate` by a float32 matrix, in the dtype and on the device of its input."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        key = (x.device, x.dtype)
+        if key not in self._copies:
+            # A tensor made in inference mode could not serve a later pass with gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                self._copies[key] = self.matrix.to(x.device, x.dtype)
+        return rotate(x, self._copies[key])
+
+    @torch.no_grad()
+    def of_weight(self, weight: Tensor) -> Tensor:
+        """W R, computed in float64 and rounded once to the dtype of W; (out_features, in_features)."""
+        matrix = self.matrix.to(weight.device, torch.float64)
+        return rotate(weight.double(), matrix).to(weight.dtype)
+
+
+class RotatedLinear(nn.Linear):
+    """`F.linear(x R, W R, bias)`: the layer that it replaces, up to rounding. Layers that adopt it
+    take its weight and its `input_transform`."""
+
+    input_transform: Any
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear, rotation: BlockRotation, weight: nn.Parameter) -> nn.Linear:
+        """weight: the rotated one."""
+        layer = adopt(cls, linear)
+        layer.weight, layer.input_transform = weight, rotation
+        return layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.input_transform(x), self.weight, self.bias)

@@ -1,0 +1,225 @@
+"""The optional stage before quantization: what is done to a model, and what an assignment says of it.
+
+    none             nothing
+    hadamard_block   blocks of 32 on the contraction axis of weight and input, a Hadamard matrix
+    learned          the same, with a rotation for each input of layers, from a file
+    hadamard_full    the residual stream, folded into the weights (`dmx.transforms.residual`)
+
+A transformed model computes the same function up to rounding. Which layers have a rotated input
+follows from the assignment: those that it quantizes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from dmx.assignment import Assignment
+from dmx.budget import fused_group, linear_layers
+from dmx.errors import AssignmentError
+from dmx.files import sha256
+from dmx.formats import BLOCK_SIZE
+from dmx.swap import put_back, replace_layers
+from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
+from dmx.transforms.residual import rotate_residual
+
+TRANSFORMS = ("none", "hadamard_block", "hadamard_full", "learned")
+RUN_TIME_TRANSFORMS = ("hadamard_block", "learned")
+"""Those that rotate inputs in every pass."""
+ORTHOGONAL_TO = 1e-4
+"""Largest element of R^T R - I that a file may have; a search leaves 1e-6."""
+
+
+@dataclass(frozen=True)
+class Transform:
+    """One of TRANSFORMS with all that it needs."""
+
+    name: str = "none"
+    residual_block: int | None = None
+    """hadamard_full: channels that are mixed with each other; None = all."""
+    rotations: Mapping[str, Tensor] = field(default_factory=dict)
+    """learned: input of layers (`fused_group`) -> (32, 32) float32 for all of its blocks, or
+    (in_features / 32, 32, 32)."""
+
+    def rotation(self, layer: str) -> Tensor:
+        """Matrix of the input of a layer."""
+        return self.rotations[fused_group(layer)] if self.name == "learned" else hadamard_block()
+
+    def key(self) -> dict[str, Any] | None:
+        """What tells two transforms apart, in JSON."""
+        if self.name == "none":
+            return None
+        digest = sha256(write_rotations(self.rotations)) if self.rotations else None
+        return {"name": self.name, "block_size": self.residual_block, "rotations": digest}
+
+    # --- what an assignment says ---------------------------------------------------------------
+
+    @classmethod
+    def of(cls, assignment: Assignment) -> "Transform":
+        """What an assignment names; AssignmentError where it or its file is damaged."""
+        named = assignment.transform
+        if named is None:
+            return cls()
+        name, size = named["name"], named.get("block_size")
+        if name not in TRANSFORMS[1:]:
+            raise AssignmentError(
+                f"the assignment's transform {name!r} is unknown here. Known: "
+                f"{', '.join(TRANSFORMS[1:])}. Search again, or update dmx."
+            )
+        if ("file" in named) != (name == "learned") or not (size is None or type(size) is int):
+            raise AssignmentError(
+                f"the assignment's transform is damaged: {dict(named)}. Copy it again, or search "
+                "again."
+            )
+        if name != "learned":
+            return cls(name, residual_block=size)
+        rotations = read_rotations(assignment.content("transform"), "the assignment's transform")
+        check_rotations(rotations, {k: assignment.shapes[k] for k in assignment.quantized})
+        return cls(name, rotations=rotations)
+
+    def attach(self, assignment: Assignment, model: nn.Module) -> Assignment:
+        """The assignment with this transform; `model` is the untransformed one."""
+        if self.name == "none":
+            return assignment
+        facts: dict[str, Any] = {"name": self.name}
+        if self.name == "hadamard_full":
+            facts["block_size"] = self.residual_block
+        facts["run_time"] = self.cost(model, assignment.quantized)
+        if self.name == "learned":
+            return assignment.with_artifact("transform", write_rotations(self.rotations), facts)
+        return replace(assignment, transform=facts)
+
+    def cost(self, model: nn.Module, layers: Iterable[str]) -> dict[str, Any]:
+        """What it adds when the model runs with `layers` quantized.
+
+        Returns:
+            rotated_layers; elements (held besides the model's own, in BF16); bits_per_element (of
+            these, by weight element of the quantized layers); products_per_input_element.
+        """
+        linears = linear_layers(model)
+        weights = {id(linears[name].weight): linears[name].weight.numel() for name in layers}
+        if self.name == "hadamard_full":
+            rotated, products, added = 0, 0, _untied_elements(model)
+        else:
+            rotated, products = len(list(layers)), BLOCK_SIZE
+            matrices = self.rotations.values() if self.name == "learned" else [hadamard_block()]
+            added = sum(matrix.numel() for matrix in matrices)
+        return {
+            "rotated_layers": rotated, "elements": added,
+            "bits_per_element": 16 * added / sum(weights.values()),
+            "products_per_input_element": products,
+        }  # fmt: skip
+
+    # --- doing it ------------------------------------------------------------------------------
+
+    def install(self, model: nn.Module, layers: Iterable[str]) -> Callable[[], None]:
+        """Transform a model in place.
+
+        Args:
+            layers: those that are quantized; their inputs are rotated.
+
+        Returns:
+            undo: puts the original modules and Parameters back, to the bit.
+
+        Raises:
+            ModelError: hadamard_full does not know a model of this make.
+        """
+        if self.name == "none":
+            return lambda: None
+        if self.name == "hadamard_full":
+            return rotate_residual(model, block_size=self.residual_block)
+        rotated = set(layers)
+
+        def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+            if name not in rotated:
+                return None
+            rotation = BlockRotation(self.rotation(name))
+            weight = nn.Parameter(rotation.of_weight(linear.weight), linear.weight.requires_grad)
+            return RotatedLinear.wrap(linear, rotation, weight)
+
+        originals = replace_layers(model, make)
+        # Not a closure: copies of the model then put their own layers back.
+        return partial(_put_back, model, originals)
+
+
+def _put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:
+    for name, linear in originals.items():
+        now = model.get_submodule(name).get_parameter("weight")
+        # Itself, unless the model has moved in the meantime.
+        linear.weight.data = linear.weight.data.to(now.device, now.dtype)
+    put_back(model, originals)
+
+
+@contextmanager
+def transformed(model: nn.Module, transform: Transform, layers: Iterable[str]) -> Iterator[None]:
+    """The transformed model inside, the original to the bit after; see `Transform.install`."""
+    undo = transform.install(model, layers)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _untied_elements(model: Any) -> int:
+    """Elements of the head where it shares them with the embedding, else 0."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    return head.weight.numel() if head is not None and head.weight is table.weight else 0
+
+
+# ---------------------------------------------------------------- the file of learned rotations
+
+
+def write_rotations(rotations: Mapping[str, Tensor]) -> bytes:
+    """Content of a transform.safetensors."""
+    return save({name: matrix.cpu().contiguous() for name, matrix in rotations.items()})
+
+
+def read_rotations(content: bytes, source: str) -> dict[str, Tensor]:
+    """Inverse of `write_rotations`; AssignmentError unless all are orthogonal 32 x 32 matrices."""
+
+    def refuse(why: str) -> AssignmentError:
+        return AssignmentError(
+            f"{source}: {why}. It is damaged or no transform: copy it again from where it came, or "
+            "learn it again (search.transform=learned)."
+        )
+
+    try:
+        rotations = load(content)
+    except SafetensorError as error:
+        raise refuse(f"no safetensors file ({error})") from error
+    eye = torch.eye(BLOCK_SIZE)
+    for name, matrix in rotations.items():
+        shape = tuple(matrix.shape)
+        if matrix.dtype != torch.float32 or shape[-2:] != eye.shape or matrix.ndim not in (2, 3):
+            raise refuse(f"{name} is {matrix.dtype} {shape}, expected float32 (..., 32, 32)")
+        if not (matrix.mT @ matrix - eye).abs().max() <= ORTHOGONAL_TO:
+            raise refuse(f"{name} is not orthogonal")
+    return rotations
+
+
+def check_rotations(rotations: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Raise AssignmentError unless there is a rotation for the input of every layer, and no other.
+
+    Args:
+        shapes: quantized layer -> (out_features, in_features).
+    """
+    way_out = "Use the file of this very model and these layers, or learn another one."
+    expected = {fused_group(layer): shape[1] // BLOCK_SIZE for layer, shape in shapes.items()}
+    if differing := sorted(set(expected) ^ set(rotations)):
+        held = "lacks" if differing[0] in expected else "holds"
+        raise AssignmentError(
+            f"the transform is for other layers: it {held} {differing[0]} "
+            f"({len(differing)} inputs differ). {way_out}"
+        )
+    for name, matrix in rotations.items():
+        if matrix.ndim == 3 and len(matrix) != expected[name]:
+            raise AssignmentError(
+                f"the transform is for another model: {name} has {len(matrix)} blocks there and "
+                f"{expected[name]} here. {way_out}"
+            )
