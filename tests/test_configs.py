@@ -86,7 +86,7 @@ def test_every_experiment_composes_over_the_search(name):
 
 
 def test_every_search_and_its_settings_have_a_file():
-    assert set(SEARCHES) | {"cosine"} == set(FILES["search"])
+    assert set(SEARCHES) | {"cosine", "exact", "polished"} == set(FILES["search"])
     assert all(built(f"search={name}").search.name == name for name in SEARCHES)
 
 
