@@ -225,10 +225,10 @@ def test_bf16_in_an_assignment_leaves_the_layer_in_full_precision(tiny_random):
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
-def test_what_an_assignment_needs_and_this_version_lacks_is_an_error(tiny_random):
+def test_a_rounding_without_its_file_is_an_error(tiny_random):
     _, _, assignment = mixed(tiny_random.model)
     object.__setattr__(assignment, "rounding", {"name": "dice"})
-    with pytest.raises(ModelError, match=r"needs .*dice.* cannot apply"):
+    with pytest.raises(AssignmentError, match=r"rounding .*dice.* names no file"):
         dmx.apply(tiny_random.model, assignment)
 
 

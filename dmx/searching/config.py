@@ -62,7 +62,7 @@ class SearchConfig:
     rotation: str = "shared"
     """transform=learned: shared | per_block: one rotation for all blocks of an input, or each."""
     rotation_lr: float = 1.0
-    """radians, about, for a gradient of 1 nat/token; follows lr_schedule."""
+    """radians, about, for a gradient of 1 nat/token; falls to 0 by half a cosine."""
     rotation_momentum: float = 0.9
 
     score_batches: int | None = None

@@ -42,11 +42,13 @@ from dmx.searching.graph import GraphedStep, is_purely_causal, maskless_attentio
 from dmx.searching.objective import budget_penalty, model_logits, task_loss
 from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
 from dmx.searching.processes import Processes
+from dmx.searching.transforming import transformed_layers
+from dmx.transforms.learning import LearnedRotations
 
 STATE_FILE = "search_state.pt"
 _STATE_KEYS = {
     "fingerprint", "step", "raw", "optimizer", "history", "raw_rows", "warnings", "complained",
-    "seconds", "squares",
+    "seconds", "squares", "rotations",
 }  # fmt: skip
 
 
@@ -93,7 +95,13 @@ class DifferentiableSearch:
         self.warnings: list[str] = []
         self._complained: set[str] = set()
         self.clock = Stopwatch()
-        self.rotations = None
+        self.rotations: LearnedRotations | None = None
+        if config.learns_rotation:
+            self.rotations = LearnedRotations(
+                {name: space.shapes[name][1] for name in transformed_layers(space)},
+                per_block=config.rotation == "per_block", momentum=config.rotation_momentum,
+                device=self.device, dtype=next(model.parameters()).dtype,
+            )  # fmt: skip
         self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------
@@ -156,8 +164,9 @@ class DifferentiableSearch:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _gradient(self, bank: Bank, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """This process's gradient (U,) and [loss, penalty, soft average]; no synchronization.
+    def _gradient(self, bank: Bank, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+        """This process's [loss, penalty, soft average], gradient (U,), and gradient of the rotations
+        where they are learned; no synchronization.
 
         Args:
             tokens: (batch, length) on the device. temperature: 0-d float32 on the device.
@@ -168,8 +177,9 @@ class DifferentiableSearch:
         loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
         average = self.soft_average(offsets)
         penalty = budget_penalty(self.config, average, self.budget.limit)
-        (gradient,) = torch.autograd.grad(loss + penalty, [self.raw])
-        return gradient, torch.stack([loss, penalty, average]).detach()
+        learned = [] if self.rotations is None else [self.rotations.matrices]
+        gradients = torch.autograd.grad(loss + penalty, [self.raw, *learned])
+        return torch.stack([loss, penalty, average]).detach(), *gradients
 
     def _stepper(
         self, bank: Bank, tokens: Tensor
@@ -196,15 +206,15 @@ class DifferentiableSearch:
             raise SearchConfigError(f"search.cuda_graph=on: {obstacle}. Use search.cuda_graph=off.")
         return asked != "off" and not obstacle
 
-    def _complain(self, is_bad: np.ndarray) -> None:
-        """Says which units' gradients were not finite and taken as zero, once for each."""
+    def _complain(self, what: str, names: list[str], is_bad: np.ndarray) -> None:
+        """Says which gradients were not finite and taken as zero, once for each."""
         for index in is_bad.nonzero()[0]:
-            name = self.space.units[index].name
+            name = f"{what} of {names[index]}"
             if name not in self._complained:
                 self._complained.add(name)
                 self._warn(
-                    f"step {self.step}: the gradient of the offset of {name} is not finite; it is "
-                    "taken as zero. Look for Inf or NaN in this layer's inputs or weights."
+                    f"step {self.step}: the gradient of the {name} is not finite; it is taken as "
+                    "zero. Look for Inf or NaN in this layer's inputs or weights."
                 )
 
     def _warn(self, message: str) -> None:
@@ -232,9 +242,8 @@ class DifferentiableSearch:
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
         tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
-        gradient, parts = stepper(tokens, torch.full((), temperature, device=self.device))
-        gradient = self.processes.mean(gradient)
-        parts = self.processes.mean(parts)
+        found = stepper(tokens, torch.full((), temperature, device=self.device))
+        parts, gradient, *by_rotation = (self.processes.mean(value) for value in found)
         bad = ~gradient.isfinite()
         norm = gradient.norm()
         self.raw.grad = self._direction(gradient.masked_fill(bad, 0.0), temperature)
@@ -245,11 +254,18 @@ class DifferentiableSearch:
             self.raw.clamp_(0.0, 2.0)
             if config.penalty == "exact":
                 self.raw.copy_(self._at_target(self.raw, min(self.step + 1, config.steps - 1)))
+        bad_rotations = torch.zeros(0, device=self.device)
+        if self.rotations is not None:
+            rate = schedule.rotation_rate(config, self.step)
+            bad_rotations = self.rotations.step(by_rotation[0], rate)
         # Everything that the host needs comes over at once: one wait for the device a step.
-        fetched = torch.cat([self.raw.detach(), bad.float(), parts, norm[None]]).cpu().numpy()
-        raw, is_bad, numbers = np.split(fetched, [len(self.raw), 2 * len(self.raw)])
+        fetched = torch.cat([self.raw.detach(), bad.float(), parts, norm[None], bad_rotations])
+        ends = np.cumsum([len(self.raw), len(self.raw), len(parts) + 1])
+        raw, is_bad, numbers, is_bad_rotation = np.split(fetched.cpu().numpy(), ends)
         self.raw_rows.append(raw.copy())
-        self._complain(is_bad)
+        self._complain("offset", [u.name for u in self.space.units], is_bad)
+        if self.rotations is not None:
+            self._complain("rotation", self.rotations.inputs, is_bad_rotation)
         numbers = numbers.tolist()
         hard, projected = self.hard_choice(), self.projected_choice()
         row: dict[str, Any] = {
@@ -281,6 +297,7 @@ class DifferentiableSearch:
             "raw_rows": torch.from_numpy(np.stack(self.raw_rows)), "warnings": self.warnings,
             "complained": sorted(self._complained), "seconds": self.clock.seconds,
             "squares": self.squares.sums.cpu(),
+            "rotations": None if self.rotations is None else self.rotations.state(),
         }  # fmt: skip
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -327,6 +344,8 @@ class DifferentiableSearch:
         with torch.no_grad():
             self.raw.copy_(state["raw"])
             self.squares.sums.copy_(state["squares"])
+        if self.rotations is not None:
+            self.rotations.load(state["rotations"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.history = state["history"]
         self.raw_rows = list(state["raw_rows"].numpy())
@@ -342,7 +361,9 @@ class DifferentiableSearch:
         config = self.config
         quiet = not self.processes.is_main
         with (
-            searching_model(self.model, self.space, self.family, config.scale_rule) as bank,
+            searching_model(
+                self.model, self.space, self.family, config.scale_rule, self.rotations
+            ) as bank,
             _checkpointing(self.model, config.gradient_checkpointing),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),
             progress("search", config.steps, done=self.step, quiet=quiet) as advance,

@@ -271,9 +271,7 @@ class Scan:
         handles = []
 
         def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
-            x = inputs[0].detach()
-            if layer.input_transform is not None:
-                x = layer.input_transform(x)
+            x, _ = layer.operands(inputs[0].detach())
             if output.requires_grad:
                 output.register_hook(
                     lambda grad: _add_fisher(

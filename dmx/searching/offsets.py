@@ -24,7 +24,8 @@ from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics import path_parameters
 from dmx.swap import adopt, put_back, replace_layers
-from dmx.transforms.block import BlockRotation
+from dmx.transforms.block import BlockRotation, rotate
+from dmx.transforms.learning import LearnedRotations
 
 SHARPNESS = 20.0
 """k in the formulas above, from the paper."""
@@ -84,6 +85,9 @@ class Bank:
         self.mode = "full"
         self.offsets: tuple[Tensor, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
+        self.learned: LearnedRotations | None = None
+        """Rotations that are learned in this search; layers see them in all modes but full."""
+        self.rotations: tuple[Tensor, ...] = ()
         self.formats: list[BlockFormat | None] = [None] * n_units
 
     def set_soft(self, offsets: Tensor) -> None:
@@ -91,6 +95,7 @@ class Bank:
         self.mode = "soft"
         self.offsets = offsets.unbind(0)
         self.parameters = path_parameters(offsets, self.family).unbind(0)
+        self._set_rotations()
 
     def set_full(self) -> None:
         self.mode = "full"
@@ -101,6 +106,11 @@ class Bank:
         self.mode = "formats" if fixed else "units"
         self.formats = formats
         self.offsets = self.parameters = ()
+        self._set_rotations()
+
+    def _set_rotations(self) -> None:
+        # Each pass has a graph of its own back to the parameter.
+        self.rotations = () if self.learned is None else self.learned.views()
 
 
 class _SoftLinear(torch.autograd.Function):
@@ -122,87 +132,109 @@ class _SoftLinear(torch.autograd.Function):
         )
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor, None]:
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, Tensor, None]:
         x, weight, parameters = ctx.saved_tensors
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
         quantized_x = ops.continuous_fake_quant(x, parameters).reshape(-1, x.shape[-1])
-        grad_weight = flat_grad.t() @ quantized_x
-        _, by_weight = ops.continuous_fake_quant_backward(
-            grad_weight, weight, parameters, needs_grad_x=False
+        grad_weight, by_weight = ops.continuous_fake_quant_backward(
+            flat_grad.t() @ quantized_x, weight, parameters, needs_grad_x=ctx.needs_input_grad[1]
         )
         grad_x, by_input = ops.continuous_fake_quant_backward(
             grad @ ops.continuous_fake_quant(weight, parameters), x, parameters,
             needs_grad_x=ctx.needs_input_grad[0],
         )  # fmt: skip
-        return grad_x, None, None, by_weight + by_input, None
+        return grad_x, grad_weight, None, by_weight + by_input, None
 
 
-class SearchLinear(nn.Linear):
-    """A linear layer whose format is set through the bank of its search."""
+class BankLinear(nn.Linear):
+    """A linear layer under the bank of a search."""
 
     bank: Bank
-    unit: int
     input_transform: BlockRotation | None
+    rotation: int | None
+    """Of bank.rotations; then `weight` is the one that is not rotated."""
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight of the product that is quantized: rotated, where there is a rotation."""
+        if self.rotation is not None and self.bank.mode != "full":
+            matrix = self.bank.rotations[self.rotation]
+            return rotate(x, matrix), rotate(self.weight, matrix)
+        return (x if self.input_transform is None else self.input_transform(x)), self.weight
+
+
+class SearchLinear(BankLinear):
+    """A layer whose format is set through the bank."""
+
+    unit: int
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank
-        if self.input_transform is not None:
-            x = self.input_transform(x)
+        x, weight = self.operands(x)
         if bank.mode == "soft":
             result: Tensor = _SoftLinear.apply(
-                x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
+                x, weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
             )
             return result
         block_format = bank.formats[self.unit] if bank.mode in ("formats", "units") else None
         if block_format is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, weight, self.bias)
         return F.linear(
             ops.fake_quant(x, block_format, scale_rule=bank.scale_rule),
-            ops.fake_quant(self.weight, block_format, scale_rule=bank.scale_rule),
+            ops.fake_quant(weight, block_format, scale_rule=bank.scale_rule),
             self.bias,
         )
 
 
-class FixedLinear(nn.Linear):
+class FixedLinear(BankLinear):
     """A layer with a fixed format that still lets gradients through to the layers before it."""
 
     block_format: BlockFormat
-    bank: Bank
-    input_transform: BlockRotation | None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.input_transform is not None:
-            x = self.input_transform(x)
-        if self.bank.mode in ("full", "units"):
-            return F.linear(x, self.weight, self.bias)
-        rule = self.bank.scale_rule
-        weight = ops.fake_quant(self.weight, self.block_format, scale_rule=rule)
-        quantized = ops.fake_quant(x.detach(), self.block_format, scale_rule=rule)
-        # Straight through: the value of the quantized input, the gradient of the input.
-        return F.linear(
-            x + (quantized - x.detach()) if x.requires_grad else quantized, weight, self.bias
-        )
+        x, weight = self.operands(x)
+        if self.bank.mode not in ("full", "units"):
+            x, weight = self._quantized(x), self._quantized(weight)
+        return F.linear(x, weight, self.bias)
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        """Straight through: the quantized value, the gradient of x."""
+        value = ops.fake_quant(x.detach(), self.block_format, scale_rule=self.bank.scale_rule)
+        return x + (value - x.detach()) if x.requires_grad else value
 
 
 @contextmanager
 def searching_model(
-    model: nn.Module, space: SearchSpace, family: Family, scale_rule: ScaleRule
+    model: nn.Module,
+    space: SearchSpace,
+    family: Family,
+    scale_rule: ScaleRule,
+    learned: LearnedRotations | None = None,
 ) -> Iterator[Bank]:
-    """The model with its layers under a bank: eval mode, weights frozen; all of it undone after."""
+    """The model with its layers under a bank: eval mode, weights frozen; all of it undone after.
+
+    Args:
+        learned: rotations of the inputs of all these layers, which are then not transformed.
+    """
     bank = Bank(len(space.units), family, scale_rule)
+    bank.learned = learned
     unit_of = {layer: i for i, unit in enumerate(space.units) for layer in unit.layers}
 
     def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+        layer: SearchLinear | FixedLinear
         if name in unit_of:
             layer = adopt(SearchLinear, linear)
-            layer.bank, layer.unit = bank, unit_of[name]
-            return layer
-        if name in space.fixed:
-            fixed = adopt(FixedLinear, linear)
-            fixed.bank, fixed.block_format = bank, space.fixed[name]
-            return fixed
-        return None
+            layer.unit = unit_of[name]
+        elif name in space.fixed:
+            layer = adopt(FixedLinear, linear)
+            layer.block_format = space.fixed[name]
+        else:
+            return None
+        layer.bank = bank
+        layer.rotation = None if learned is None else learned.input_of[name]
+        return layer
 
     modes = {name: module.training for name, module in model.named_modules()}
     frozen = [(p, p.requires_grad) for p in model.parameters()]

@@ -35,3 +35,8 @@ def learning_rate(config: SearchConfig, step: int) -> float:
     if config.lr_schedule == "constant":
         return config.lr
     return config.lr * 0.5 * (1 + math.cos(math.pi * step / config.steps))
+
+
+def rotation_rate(config: SearchConfig, step: int) -> float:
+    """Half a cosine from rotation_lr to 0: unlike an offset, a rotation never settles by annealing."""
+    return config.rotation_lr * 0.5 * (1 + math.cos(math.pi * step / config.steps))
