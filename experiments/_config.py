@@ -21,6 +21,7 @@ from dmx.errors import DmxError
 from dmx.evaluate.harness import TASKS, check_settings
 from dmx.formats import MX_FORMATS, BitUnit, check_choice
 from dmx.models import ModelConfig
+from dmx.rounding import ROUNDINGS, GptqConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
 
@@ -151,9 +152,13 @@ class SearchRun:
     search: SearchConfig
     baselines: list[str]
     """Rows beside the search: bf16, uniform (every MX format), kl."""
+    rounding: str
+    """nearest | gptq: every searched assignment is measured a second time, with rounded weights."""
+    gptq: GptqConfig
     run: RunConfig
 
     def __post_init__(self) -> None:
+        check_choice(self.rounding, ROUNDINGS, "rounding")
         for name in self.baselines:
             check_choice(name, BASELINES, "baselines")
 
@@ -184,11 +189,18 @@ class CompareRun:
     eval: EvalConfig
     safety: str
     """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
+    rounding: list[str]
+    """nearest, gptq: how the weights of every searched assignment are rounded, each a row."""
+    gptq: GptqConfig
     run: RunConfig
 
     def __post_init__(self) -> None:
         _at_least("seeds", self.seeds, 1)
         check_choice(self.safety, SAFETY, "safety")
+        if not self.rounding:
+            raise ConfigError("rounding is empty: rounding=[nearest], [gptq] or [nearest,gptq]")
+        for name in self.rounding:
+            check_choice(name, ROUNDINGS, "rounding")
         for name in self.searches:
             check_choice(name.removesuffix(POLISH), SEARCHES, "searches")
             self.settings(name, self.search.seed)  # refuses what cannot be polished
@@ -330,10 +342,11 @@ def register() -> None:
         "evaluation": _defaults(EvaluationConfig),
         "run": _defaults(RunConfig),
     }
-    search = {"search": _defaults(SearchConfig), "budget": _defaults(Budget)}
+    rounded = {"gptq": _defaults(GptqConfig)}
+    search = rounded | {"search": _defaults(SearchConfig), "budget": _defaults(Budget)}
     store = ConfigStore.instance()
     measured = {"eval": _defaults(EvalConfig)}
     store.store(name="_evaluate", node=schema | measured, package="_global_")
     store.store(name="_search", node=schema | search, package="_global_")
-    compare = {"search": _defaults(SearchConfig)}
+    compare = rounded | {"search": _defaults(SearchConfig)}
     store.store(name="_compare", node=schema | measured | compare, package="_global_")

@@ -1,7 +1,8 @@
 """A loaded model, its texts, and the rows that are measured on it; shared by the entry points."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from dmx.data import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
+from dmx.progress import Stopwatch
+from dmx.rounding import GptqConfig, gptq
 from dmx.searching import SearchConfig, search, uniform_assignment
 from experiments._config import POLISH, CalibrationConfig, EvalConfig, EvaluationConfig
 from experiments._run import Run, tokens_sha256
@@ -43,8 +46,9 @@ def check_windows(
 
 class Bench:
     """Loads once; every row of a run uses the same evaluation windows, and every search with one
-    seed the same calibration batches. With `safety="calibrated"` every quantized row is followed
-    by one with mor's safety net around it."""
+    seed the same calibration batches. Every searched assignment has a row for each of `roundings`.
+    With `safety="calibrated"` every quantized row is followed by one with mor's safety net around it.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,12 @@ class Bench:
         calibration: CalibrationConfig | None,
         measured: EvalConfig | None = None,
         safety: str = "off",
+        roundings: Sequence[str] = ("nearest",),
+        gptq: GptqConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
         self.measured, self.safety = measured or EvalConfig(), safety
+        self.roundings, self.gptq = roundings, gptq or GptqConfig()
         # Texts first: a missing file must show before a model is loaded.
         text = load_text(data.evaluation) if self.measured.perplexity else None
         calibration_text = load_text(data.calibration) if calibration is not None else None
@@ -139,8 +146,24 @@ class Bench:
                 facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
             return result.assignment, facts
 
-        path = f"{folder}/{name}.json" if folder else f"{name}.json"
-        self.rows(row_label(config.summary()), path, make)
+        stem = f"{folder}/{name}" if folder else name
+        label = row_label(config.summary())
+        for rounding in self.roundings:
+            if rounding == "nearest":
+                self.rows(label, f"{stem}.json", make)
+            else:
+                rounded: Make = lambda: (self._rounded(stem, make, config.seed), {})  # noqa: E731
+                self.rows(label, f"{stem}.{rounding}.json", rounded)
+
+    def _rounded(self, stem: str, make: Make, seed: int) -> Assignment:
+        """The assignment of a search with its weights rounded by GPTQ."""
+        clock, config = Stopwatch(), self.gptq
+        rounded = gptq(
+            self.model, self._saved(f"{stem}.json", make), self.batches(seed)[: config.batches],
+            damping=config.damping, inputs=config.inputs, folder=self.run.path(f"{stem}.gptq"),
+        )  # fmt: skip
+        facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
+        return dataclasses.replace(rounded, rounding=facts)
 
     def rows(self, label: str, path: str, make: Make, *, guarded: bool = True) -> None:
         """Rows of one assignment, which is kept under `path` of the run's folder: one for each
@@ -166,6 +189,10 @@ class Bench:
         kind = found.get("name")
         if found.get("polish_rounds") and kind != "differentiable":
             kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
+        rounding = None if assignment is None else assignment.rounding
+        if rounding is not None:
+            # What rounding gains is not the search's.
+            label, kind = f"{label} + {rounding['name']}", f"{kind}+{rounding['name']}"
         if net is not None:
             # A method of its own in every table, or it would be averaged with the bare search.
             label, kind = f"{label} + net", f"{kind}+net"
@@ -176,6 +203,7 @@ class Bench:
         )  # fmt: skip
         row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
         row["safety"] = None if net is None else net.report()
+        row["rounding"] = None if rounding is None else dict(rounding)
         return row | measure_zero_shot(
             self.run, self.model, self.tokenizer, self.measured, assignment, operands, label=label,
             safety=net,
@@ -198,4 +226,6 @@ class Bench:
             if facts:
                 assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
             assignment.save(target)
+            if assignment.rounding is not None:  # saved, so what it would be resumed from can go
+                shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
         return Assignment.load(target)

@@ -4,6 +4,7 @@
         searches=[kl,kl_per_bit,fisher,differentiable] seeds=3
     python -m experiments.compare "searches=[kl_per_bit,kl_per_bit+polish,differentiable+polish]" \
         search.polish_rounds=6
+    python -m experiments.compare budgets=[5] searches=[fisher,differentiable] rounding=[nearest,gptq]
     python -m experiments.compare collect=multirun/budget_curve
     python -m experiments.compare ablate=outputs/run/assignment.json
 """
@@ -58,6 +59,7 @@ def main(cfg: DictConfig) -> None:
             bench = Bench(
                 run, config.model, config.data, config.evaluation,
                 calibration=config.calibration, measured=config.eval, safety=config.safety,
+                roundings=config.rounding, gptq=config.gptq,
             )  # fmt: skip
             if asked is not None:
                 _print_ablation(bench, config, asked)

@@ -1,6 +1,7 @@
 """Search a format per layer under a budget; writes the assignment, its history and a report.
 
 python -m experiments.search model=smollm2_135m data=wikitext2 budget.limit=5.0
+python -m experiments.search model=smollm2_135m rounding=gptq gptq.damping=0.01
 """
 
 import dataclasses
@@ -28,8 +29,9 @@ def main(cfg: DictConfig) -> float | None:
         if run.show_if_finished():
             return run.main_result()
         bench = Bench(
-            run, config.model, config.data, config.evaluation, calibration=config.calibration
-        )
+            run, config.model, config.data, config.evaluation, calibration=config.calibration,
+            roundings=list(dict.fromkeys(("nearest", config.rounding))), gptq=config.gptq,
+        )  # fmt: skip
         if "bf16" in config.baselines:
             bench.unquantized()
         if "uniform" in config.baselines:
