@@ -97,7 +97,7 @@ def gradient_of(model, batches, *, checkpointing):
     search.run()
     for handle in handles:
         handle.remove()
-    return gradients[0][0], calls
+    return gradients[0][1], calls
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -147,10 +147,19 @@ def test_a_step_saves_no_more_than_the_plain_model(tiny):
     assert searched <= plain + sum(own.values()) + 4096
 
 
-def test_a_step_waits_for_the_device_once(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"penalty": "exact", "gradient_scale": "elements", "average_from": 0.2},
+        {"penalty": "exact", "gradient_scale": "rms"},
+    ],
+    ids=str,
+)
+def test_a_step_waits_for_the_device_once(options, tiny, monkeypatch):
     """One transfer to the host a step, beside the model's own and between measurements."""
     model, batches = tiny
-    config = SearchConfig(steps=5, raw_start=1.0)
+    config = SearchConfig(steps=5, raw_start=1.0, **options)
     space = search_space(model, config)
     search = DifferentiableSearch(
         model, batches, space, Budget(5.0), config, folder=None, fingerprint=""
@@ -169,7 +178,7 @@ def test_a_step_waits_for_the_device_once(tiny, monkeypatch):
                 lambda *_, name=name: pytest.fail(f"a step reads a tensor by {name}"),
             )  # fmt: skip
         search.step = 1  # no measurement at this one
-        row = search.take_step(bank, lambda *_: (gradient, parts), 0)
+        row = search.take_step(bank, lambda *_: (parts, gradient), 0)
     assert len(transfers) == 1
     assert (row["loss"], row["penalty"], row["soft_bits"]) == (0.0, 1.0, 2.0)
     assert np.array_equal(search.raw_rows[-1], search.raw.detach().numpy())
