@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dmx
 import mor
@@ -549,3 +550,53 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     assert [r["nll"] for r in rows_of(folder)] == [r["nll"] for r in rows]
     files = [f / "assignment.gptq.rounding.safetensors" for f in (tmp_path / "whole", folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# ---------------------------------------------------------------- export
+
+
+@pytest.mark.parametrize("rule", ["floor", "ceil"])
+@pytest.mark.parametrize("architecture", ["llama", "smollm2"])
+def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_path):
+    model = make_tiny(architecture, dtype="bfloat16").model
+    rounded = gptq(model, mixed(model, rule), BATCHES)
+    dmx.apply(model, rounded, inputs=False)
+    expected = logits(model)
+    dmx.restore(model)
+    target = "compressed_tensors"
+    dmx.export(model, rounded, tmp_path / "out", target=target, verify=False)
+    back = dmx.load_exported(tmp_path / "out")
+    assert torch.equal(logits(back.model), expected)
+    assert back.assignment.rounding is None and back.assignment.formats == rounded.formats
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "rounded by GPTQ on 288 tokens" in card
+    stored = from_bytes(rounded.content("rounding"), rounded.formats, rounded.shapes)
+    tensors = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors |= load_file(path)
+    for layer, weight in stored.items():
+        codes = tensors.get(f"{layer}.weight_packed", tensors.get(f"{layer}.weight"))
+        assert torch.equal(codes.view(torch.uint8), weight.codes)
+        assert torch.equal(tensors[f"{layer}.weight_scale"], weight.scales)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(-1)
+    with pytest.raises(AssignmentError, match=r"rounding was made for other weights"):
+        dmx.export(other, rounded, tmp_path / "other", target=target, verify=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_names_alone_take_the_rounding_along(tiny_random, tmp_path):
+    model = tiny_random.model
+    rounded = gptq(model, uniform(model), BATCHES)
+    dmx.export(model, rounded, tmp_path / "out", target="assignment")
+    dmx.apply(model, Assignment.load(tmp_path / "out" / "assignment.json"))
+
+
+@pytest.mark.slow
+def test_a_fresh_process_loads_the_rounded_weights(make_tiny, tmp_path):
+    pytest.importorskip("compressed_tensors")
+    model = make_tiny("llama", dtype="bfloat16").model
+    rounded = gptq(model, mixed(model), BATCHES)
+    done = dmx.export(model, rounded, tmp_path / "out", target="compressed_tensors")
+    assert done.verification.equal

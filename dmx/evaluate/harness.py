@@ -41,6 +41,7 @@ from dmx.layers import quantized_layers
 from dmx.models import max_positions
 from dmx.progress import progress
 from dmx.quantizers import BlockQuantizer
+from dmx.stored import StoredWeight
 from dmx.searching.batches import check_fits_model
 from dmx.searching.run import model_fingerprint
 
@@ -410,6 +411,8 @@ def quantization(model: nn.Module) -> dict[str, list[str | None]] | None:
                 texts.append(None)
             elif type(quantizer) is BlockQuantizer:
                 texts.append(f"{quantizer.block_format} {quantizer.scale_rule}")
+            elif type(quantizer) is StoredWeight:
+                texts.append(f"{quantizer.block_format} stored {quantizer.digest}")
             else:
                 return None
         found[name] = texts

@@ -102,6 +102,13 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
             f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
             f"All tensors: {size['total']:,} bytes."
         ]
+    if facts["rounding"]:
+        rounding = facts["rounding"]
+        lines += [
+            "",
+            f"Weights rounded by {rounding['name'].upper()} on {rounding.get('tokens', 0):,} tokens, "
+            "not to nearest.",
+        ]
     if facts["head_apart"]:
         lines += [
             "",

@@ -7,7 +7,7 @@ a folder that exists is whole. Weights are quantized from bf16, one layer in mem
 import json
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from dmx.exporting.verify import Verification, check_files, check_loading, check
 from dmx.exporting.writing import Part, check_disk_space, write_tensors
 from dmx.files import write_json, write_text
 from dmx.formats import check_choice
-from dmx.layers import is_applied
+from dmx.layers import is_applied, stored_weights
 from dmx.models import ModelConfig, load_model
+from dmx.stored import StoredWeight
 from dmx.targets import TARGETS, obstacles, split_groups
 
 LAYOUTS: dict[str, Layout] = {
@@ -112,7 +113,9 @@ def export(
             f"export.folder={folder} cannot be written ({error.strerror}). Choose another folder."
         ) from error
     try:
-        assignment.save(scratch / "assignment.json")
+        # Files with weights hold the rounded ones, which nearest rounding leaves as they are.
+        kept = assignment if layout is None else replace(assignment, rounding=None)
+        kept.save(scratch / "assignment.json")
         if layout is None:
             done = _export_names(assignment, scratch, target)
         else:
@@ -159,7 +162,7 @@ def _export_model(
     facts = {
         "schema": FACTS_SCHEMA, "target": layout.name, "profile": profile, "inputs": inputs,
         "input_rule": layout.input_rule(assignment) if inputs else None, "bytes": sizes,
-        "head_apart": apart, "verification": None if result is None else result.to_dict(),
+        "rounding": assignment.rounding and dict(assignment.rounding), "head_apart": apart, "verification": None if result is None else result.to_dict(),
     }  # fmt: skip
     write_json(folder / FACTS_FILE, facts)
     write_text(folder / "README.md", model_card(assignment, facts))
@@ -223,10 +226,10 @@ def _choose_profile(assignment: Assignment, target: str, profile: str | None) ->
 def _check_model(model: nn.Module, assignment: Assignment) -> None:
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
-    if assignment.transform is not None or assignment.rounding is not None:
+    if assignment.transform is not None:
         raise FormatError(
-            f"the assignment needs {assignment.transform or assignment.rounding}, which this "
-            "version cannot export; search again without a transform and with nearest rounding"
+            f"the assignment needs {assignment.transform}, which this version cannot export; search "
+            "again without a transform"
         )
     assignment.check(model)
 
@@ -242,7 +245,7 @@ def _parts(
     A parameter under several names (tied embeddings) is written once, under the first; if the
     head is quantized, twice: the embedding stays in BF16.
     """
-    formats = quantized(assignment)
+    formats, stored = quantized(assignment), stored_weights(assignment)
     parts: list[Part] = []
     plain: dict[str, TensorSpec] = {}
     state = model.state_dict(keep_vars=True)
@@ -261,7 +264,8 @@ def _parts(
                 "once. Leave it in BF16 (search.exclude)."
             )
         if taken:
-            parts.append(_quantized_part(taken[0], tensor, assignment, layout))
+            rounded = stored.get(taken[0])
+            parts.append(_quantized_part(taken[0], tensor, assignment, layout, rounded))
         if not others:
             continue
         name = others[0]
@@ -289,13 +293,18 @@ def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Any:
     return lambda: {name: tensor.detach().to(dtype)}
 
 
-def _quantized_part(layer: str, weight: Tensor, assignment: Assignment, layout: Layout) -> Part:
+def _quantized_part(
+    layer: str, weight: Tensor, assignment: Assignment, layout: Layout, rounded: StoredWeight | None
+) -> Part:
     block_format = assignment.block_format(layer)
     out, into = weight.shape
     specs = {f"{layer}.{k}": v for k, v in layout.specs(block_format, (out, into)).items()}
 
     def make() -> dict[str, Tensor]:
         source = weight.detach().to(torch.bfloat16)
+        if rounded is not None:
+            rounded.check(source, layer)
+            source = rounded(source)  # on the grid: the codes below are those of the rounding
         encoded = layout.encode(source, block_format, assignment.scale_rule)
         return {f"{layer}.{name}": tensor for name, tensor in encoded.items()}
 
