@@ -9,6 +9,7 @@ from dmx.exporting import export, load_exported
 from dmx.kernels.ops import quantize
 from dmx.layers import apply, restore
 from dmx.quantizers import continuous_fake_quant, fake_quant
+from dmx.rounding import gptq
 from dmx.searching import SearchConfig, SearchResult, search
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "continuous_fake_quant",
     "export",
     "fake_quant",
+    "gptq",
     "kl_divergence",
     "load_exported",
     "perplexity",

@@ -41,9 +41,9 @@ from dmx.layers import quantized_layers
 from dmx.models import max_positions
 from dmx.progress import progress
 from dmx.quantizers import BlockQuantizer
-from dmx.stored import StoredWeight
 from dmx.searching.batches import check_fits_model
 from dmx.searching.run import model_fingerprint
+from dmx.stored import StoredWeight
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande")
 METRICS = {
@@ -69,6 +69,7 @@ _CODE = (
     "formats.py",
     "layers.py",
     "quantizers.py",
+    "stored.py",
     "numerics/*.py",
     "kernels/*.*",
 )
