@@ -191,6 +191,16 @@ def fused_group(name: str) -> str:
     return name
 
 
+def own_elements(linears: Mapping[str, nn.Linear], names: Iterable[str]) -> dict[str, int]:
+    """Weight elements of each named layer; a weight that several share counts with the first."""
+    sizes, seen = {}, set()
+    for name in names:
+        weight = linears[name].weight
+        sizes[name] = 0 if id(weight) in seen else weight.numel()
+        seen.add(id(weight))
+    return sizes
+
+
 def build_space(
     model: nn.Module,
     formats: Sequence[BlockFormat],
@@ -268,17 +278,14 @@ def build_space(
         )
     quantized = {*searched, *fixed_formats}
     # A weight that a searched layer shares is counted there.
-    first = {id(linears[n].weight): n for n in reversed([*searched, *fixed_formats])}
+    sizes = own_elements(linears, [*searched, *fixed_formats])
     return SearchSpace(
         units=tuple(built),
         formats=tuple(formats),
         granularity=units,
         shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in quantized},
         fixed=fixed_formats,
-        fixed_elements={
-            n: linears[n].weight.numel() if first[id(linears[n].weight)] == n else 0
-            for n in fixed_formats
-        },
+        fixed_elements={n: sizes[n] for n in fixed_formats},
         unquantized=tuple(unquantized),
         weighting=weighting,
         model_elements=sum(p.numel() for p in model.parameters()),

@@ -237,7 +237,8 @@ class EvaluateRun:
     evaluation: EvaluationConfig
     eval: EvalConfig
     assignments: list[str]
-    """Paths of assignment.json files; or names of MX formats for uniform ones; or bf16."""
+    """Paths of assignment.json files, of exported folders, of other tools' configs; or names of MX
+    formats for uniform ones; or bf16."""
     safety: str
     """off | calibrated: mor's safety net around every given assignment, as a row of its own."""
     run: RunConfig

@@ -18,6 +18,7 @@ from experiments._html import Html, el, page, picture, section
 from experiments._maps import agreement_section, map_section
 from experiments._provenance import asked_and_ran, environment
 from experiments._reading import Record, SearchTrace, read_assignments, read_record, read_traces
+from experiments._report_export import export_section
 from experiments._results import Group, difference_to, group_rows, spread_text, verdicts
 from experiments._tables import (
     budget_suffix,
@@ -163,6 +164,7 @@ def render(folder: Path) -> str:
     model = (record.get("model") or {}).get("id") or "unknown model"
     when = record.get("finished") or record.get("started") or ""
     sections = [
+        section("Exported files", export_section(record)),
         section("Results", results_table(groups)),
         section("Zero-shot", zero_shot_table(groups)),
         section("Perplexity and bits", _pareto_section(groups)),

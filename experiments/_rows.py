@@ -1,8 +1,10 @@
 """A loaded model, its texts, and the rows that are measured on it; shared by the entry points."""
 
+import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from dmx.assignment import Assignment
 from dmx.budget import Budget
 from dmx.data import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
+from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
+from dmx.layers import restore
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.progress import Stopwatch
 from dmx.rounding import GptqConfig, gptq
@@ -64,6 +68,7 @@ class Bench:
         gptq: GptqConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
+        self._model_config = model
         self.measured, self.safety = measured or EvalConfig(), safety
         self.roundings, self.gptq = roundings, gptq or GptqConfig()
         # Texts first: a missing file must show before a model is loaded.
@@ -108,6 +113,22 @@ class Bench:
             seed=c.seed + seed,
             n_batches=c.batches,
         )
+
+    @contextlib.contextmanager
+    def weights_of(self, folder: Path | None) -> Iterator[None]:
+        """Rows are measured on the weights of an exported folder meanwhile, as its bytes give
+        them; None changes nothing."""
+        if folder is None:
+            yield
+            return
+        own = self.model
+        attention = self._model_config.attn_implementation
+        files = load_exported(folder, device=self.run.device, attn_implementation=attention)
+        self.model = restore(files.model)
+        try:
+            yield
+        finally:
+            self.model = own
 
     # --- what a row can be ---------------------------------------------------------------------
 

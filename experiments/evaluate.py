@@ -2,40 +2,31 @@
 
     python -m experiments.evaluate "assignments=[bf16,mxfp4,outputs/run/assignment.json]" \
         data=wikitext2 eval=zero_shot safety=calibrated
+    python -m experiments.evaluate evaluation.operands=[W] \
+        "assignments=[outputs/run/assignment.json,exported,other_tool/quantize_config.json]"
 """
-
-from pathlib import Path
 
 from omegaconf import DictConfig
 
-from dmx.assignment import Assignment
-from dmx.formats import BF16, get_block_format
+from dmx.formats import BF16
 from dmx.models import meta_model
 from dmx.searching import SearchConfig
 from experiments._config import EvaluateRun, build_root
-from experiments._rows import Bench, check_windows, row_label
+from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
+from experiments._sources import check_files_dtype, read_source
 
 
 @entry_point("evaluate")
 def main(cfg: DictConfig) -> None:
     config = build_root(EvaluateRun, cfg)
     # Read every file before anything is loaded: a damaged one must show at once.
-    files = {
-        name: Assignment.load(name)
-        for name in config.assignments
-        if name.endswith(".json") or "/" in name or Path(name).is_file()
-    }
-    formats = {
-        name: get_block_format(name, setting="assignments")
-        for name in config.assignments
-        if name not in files
-    }
+    sources = [read_source(name, "assignments") for name in config.assignments]
     calibration = config.calibration if config.safety != "off" else None
     meta = meta_model(config.model)
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
-    for given in files.values():
-        given.check(meta)
+    check_files_dtype(sources, config.model)
+    given = {i: s.on(meta) for i, s in enumerate(sources) if s.uniform is None}
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return
@@ -43,14 +34,18 @@ def main(cfg: DictConfig) -> None:
             run, config.model, config.data, config.evaluation,
             calibration=calibration, measured=config.eval, safety=config.safety,
         )  # fmt: skip
-        for index, name in enumerate(config.assignments):
-            if name in files:
-                label = row_label(files[name].search, Path(name).stem)
-                bench.rows(label, f"assignment-{index}.json", lambda n=name: (files[n], {}))  # type: ignore[misc]
-            elif formats[name] is BF16:
+        for index, source in enumerate(sources):
+            if source.uniform is BF16:
                 bench.unquantized()
+            elif source.uniform is not None:
+                bench.uniform(source.uniform, SearchConfig(name="uniform"))
             else:
-                bench.uniform(formats[name], SearchConfig(name="uniform"))
+                assignment = given[index]
+                with bench.weights_of(source.files):
+                    bench.rows(
+                        source.label(assignment), f"assignment-{index}.json",
+                        lambda found=assignment: (found, {}),  # type: ignore[misc]
+                    )  # fmt: skip
         run.finish(seed=None, verdict=None)
 
 

@@ -1,53 +1,28 @@
 """Write a model under an assignment as another runtime loads it, and load it again to be sure.
 
-python -m experiments.export assignment=outputs/run/assignment.json export.target=quark
-python -m experiments.export assignment=a.json export.target=compressed_tensors windows=8
+    python -m experiments.export assignment=outputs/run/assignment.json target=quark
+    python -m experiments.export assignment=a.json target=compressed_tensors inputs=true windows=8
+
+Leaves `model` (or `folder`) for the runtime, and config.yaml, record.json and report.html.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
+from torch import Tensor
 
 import dmx
-from dmx.assignment import Assignment
 from dmx.data import DataPair, encode, load_text
-from dmx.evaluate.perplexity import perplexity_of
-from dmx.exporting import EXPORT_TARGETS, PROFILES
-from dmx.formats import ALIASES, BLOCK_FORMATS, check_choice, get_mx_format
-from dmx.models import ModelConfig, load_model
-from dmx.searching import SearchConfig, uniform_assignment
+from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new
+from dmx.formats import BF16, check_choice
+from dmx.models import ModelConfig, load_model, meta_model
 from experiments._config import ConfigError, RunConfig, _defaults, build_root
-from experiments._run import console, entry_point
-
-
-@dataclass(kw_only=True)
-class ExportConfig:
-    """Where to, and for whom."""
-
-    folder: str
-    """Must not exist."""
-    target: str = "compressed_tensors"
-    """assignment | compressed_tensors | quark | torchao, or names alone: llm_compressor |
-    modelopt | auto_round | llama_cpp."""
-    profile: str | None = None
-    """Of compressed_tensors: vllm | transformers; null = the strictest that holds the formats."""
-    inputs: bool = False
-    """Have the runtime quantize inputs, too."""
-    verify: bool = True
-    """Load the folder in a fresh process and compare logits."""
-    max_shard_gigabytes: float = 5.0
-    """Of one safetensors file."""
-
-    def __post_init__(self) -> None:
-        check_choice(self.target, EXPORT_TARGETS, "export.target")
-        if self.profile is not None:
-            check_choice(self.profile, PROFILES, "export.profile")
-        if not self.max_shard_gigabytes > 0:
-            raise ConfigError(
-                f"export.max_shard_gigabytes={self.max_shard_gigabytes} must be above 0"
-            )
+from experiments._export_rows import actual_settings, export_facts, export_rows, verdict_text
+from experiments._run import Run, entry_point, tokens_sha256
+from experiments._sources import read_source
 
 
 @dataclass(kw_only=True)
@@ -57,8 +32,20 @@ class ExportRun:
     model: ModelConfig
     data: DataPair
     assignment: str
-    """Path of an assignment.json; or the name of an MX format for a uniform one."""
-    export: ExportConfig
+    """Path of an assignment.json, or of another tool's config; or an MX format for all layers."""
+    target: str
+    """assignment | compressed_tensors | quark | torchao, or names alone: llm_compressor |
+    modelopt | auto_round | llama_cpp."""
+    profile: str | None
+    """Of compressed_tensors: vllm | transformers; null = the strictest that holds the formats."""
+    inputs: bool
+    """Have the runtime quantize inputs, too."""
+    folder: str | None
+    """Receives the files; must not exist. null = `model` in the run's folder."""
+    verify: bool
+    """Load the files in a fresh process and compare logits."""
+    max_shard_gigabytes: float
+    """Of one safetensors file."""
     windows: int
     """> 0: verify on so many windows of the evaluation text, and say both perplexities."""
     window: int
@@ -66,17 +53,21 @@ class ExportRun:
     run: RunConfig
 
     def __post_init__(self) -> None:
+        check_choice(self.target, EXPORT_TARGETS, "target")
+        if self.profile is not None:
+            check_choice(self.profile, PROFILES, "profile")
+        if not self.max_shard_gigabytes > 0:
+            raise ConfigError(f"max_shard_gigabytes={self.max_shard_gigabytes} must be above 0")
         if self.windows < 0 or self.window < 2:
             raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
-        if self.windows and not self.export.verify:
-            raise ConfigError(f"windows={self.windows} needs export.verify=true")
+        if self.windows and not self.verify:
+            raise ConfigError(f"windows={self.windows} needs verify=true")
 
 
 _GROUPS = {"model": ModelConfig, "run": RunConfig}
 ConfigStore.instance().store(
     name="_export",
-    node={name: _defaults(cls) for name, cls in _GROUPS.items()}
-    | {"export": _defaults(ExportConfig)},
+    node={name: _defaults(cls) for name, cls in _GROUPS.items()},
     package="_global_",
 )
 
@@ -84,51 +75,53 @@ ConfigStore.instance().store(
 @entry_point("export")
 def main(cfg: DictConfig) -> None:
     config = build_root(ExportRun, cfg)
-    asked = config.assignment
-    uniform = asked in BLOCK_FORMATS or asked in ALIASES
-    given = None if uniform else Assignment.load(asked)
-    text = load_text(config.data.evaluation) if config.windows else None
-    if config.run.threads is not None:
-        import torch
-
-        torch.set_num_threads(config.run.threads)
-    loaded = load_model(config.model, config.run.torch_device())
-    if given is None:
-        block_format = get_mx_format(asked, setting="assignment")
-        given = uniform_assignment(loaded.model, block_format, SearchConfig(name="uniform"))
-    tokens = None
-    if text is not None:
-        stream = encode(loaded.tokenizer, text)
-        count = config.windows * config.window
-        if len(stream) < count:
-            raise ConfigError(
-                f"windows={config.windows} of window={config.window} need {count} tokens, "
-                f"the evaluation text has {len(stream)}. Lower one of them."
-            )
-        tokens = stream[:count].reshape(config.windows, config.window)
-    target = config.export
-    done = dmx.export(
-        loaded.model,
-        given,
-        Path(target.folder),
-        target=target.target,
-        profile=target.profile,
-        inputs=target.inputs,
-        verify=target.verify,
-        tokenizer=loaded.tokenizer,
-        tokens=tokens,
-        max_shard_bytes=int(target.max_shard_gigabytes * 1e9),
-    )
-    found = done.verification
-    if found is not None:
-        same = "equal bit for bit" if found.equal else f"differ by up to {found.max_difference:.4g}"
-        console.print(f"loaded with {found.loader}: logits {same}", highlight=False)
-        console.print(
-            f"perplexity on {found.tokens} tokens: {perplexity_of(found.loss)!r} from the files, "
-            f"{perplexity_of(found.reference_loss)!r} from the fake-quantized model",
-            highlight=False,
+    source = read_source(config.assignment, "assignment")
+    if source.uniform is BF16 or source.files is not None:
+        raise ConfigError(
+            f"assignment={config.assignment} gives no formats to quantize this model to. Give an "
+            "assignment.json or an MX format."
         )
-    print(f"{done.folder}: {done.target}{f', profile {done.profile}' if done.profile else ''}")
+    meta = meta_model(config.model)
+    if config.folder and not Path(config.run.folder, "record.json").exists():
+        check_new(Path(config.folder))
+    target = {name: getattr(config, name) for name in ("target", "profile", "inputs", "verify")}
+    check_export(meta, source.on(meta), Path(config.folder or config.run.folder), **target)
+    text = load_text(config.data.evaluation) if config.windows else None
+    with Run(cfg, config.run, "export") as run:
+        if run.show_if_finished():
+            return
+        folder = Path(config.folder) if config.folder else run.path("model")
+        if not config.folder:
+            shutil.rmtree(folder, ignore_errors=True)  # of a start that died before its record
+        loaded = load_model(config.model, run.device)
+        tokens = None if text is None else _windows(config, encode(loaded.tokenizer, text))
+        assignment = source.on(loaded.model)
+        assignment.save(run.path("assignment.json"))
+        done = dmx.export(
+            loaded.model, assignment, folder, tokenizer=loaded.tokenizer, tokens=tokens,
+            max_shard_bytes=int(config.max_shard_gigabytes * 1e9), **target,
+        )  # fmt: skip
+        run.facts = {"model": loaded.provenance, "data": {}, "export": export_facts(done)}
+        if text is not None and tokens is not None:
+            run.facts["data"] = {"evaluation": {
+                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
+                "tokens": tokens.numel(), "windows": config.windows, "window": config.window,
+            }}  # fmt: skip
+        run.actual = actual_settings(done, loaded.model)
+        export_rows(run, done, loaded.model, assignment, config.windows)
+        run.finish(seed=None, verdict={"text": verdict_text(done)})
+        print(f"{'files':16} {done.folder}")
+
+
+def _windows(config: ExportRun, stream: Tensor) -> Tensor:
+    """(windows, window) int64, the first of the text."""
+    count = config.windows * config.window
+    if len(stream) < count:
+        raise ConfigError(
+            f"windows={config.windows} of window={config.window} need {count} tokens, the "
+            f"evaluation text has {len(stream)}. Lower one of them."
+        )
+    return stream[:count].reshape(config.windows, config.window)
 
 
 if __name__ == "__main__":

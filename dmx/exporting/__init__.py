@@ -4,8 +4,15 @@ One file a target (`compressed_tensors`, `quark`, `torchao`, `recipes`); `export
 `verify` loads again in a fresh process, `loading` reads back, `reading` reads other tools' configs.
 """
 
-from dmx.exporting.exporter import EXPORT_TARGETS, PROFILES, Exported, export
-from dmx.exporting.loading import LoadedExport, load_exported
+from dmx.exporting.exporter import (
+    EXPORT_TARGETS,
+    PROFILES,
+    Exported,
+    check_export,
+    check_new,
+    export,
+)
+from dmx.exporting.loading import LoadedExport, is_exported, load_exported
 from dmx.exporting.reading import read_assignment
 
 __all__ = [
@@ -13,7 +20,10 @@ __all__ = [
     "PROFILES",
     "Exported",
     "LoadedExport",
+    "check_export",
+    "check_new",
     "export",
+    "is_exported",
     "load_exported",
     "read_assignment",
 ]

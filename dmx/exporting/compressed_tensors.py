@@ -98,9 +98,9 @@ def _check(assignment: Assignment, inputs: bool) -> None:
             refused[name] = of_inputs.name
     if refused:
         raise FormatError(
-            f"export.inputs=true: compressed-tensors does not quantize inputs to "
+            f"inputs=true: compressed-tensors does not quantize inputs to "
             f"{', '.join(sorted(set(refused.values())))} ({len(refused)} layers, first "
-            f"{next(iter(refused))}). Use export.inputs=false, or export.target=quark or torchao."
+            f"{next(iter(refused))}). Use inputs=false, or target=quark or torchao."
         )
 
 

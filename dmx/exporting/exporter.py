@@ -5,8 +5,6 @@ a folder that exists is whole. Weights are quantized from bf16, one layer in mem
 """
 
 import json
-import shutil
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,13 @@ from dmx.exporting import compressed_tensors, quark, torchao
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout, TensorSpec, quantized
 from dmx.exporting.packing import check_in_features
-from dmx.exporting.recipes import RECIPES, write_recipe
+from dmx.exporting.recipes import RECIPES, recipe_text, write_recipe
 from dmx.exporting.verify import Verification, check_files, check_loading, check_packages
-from dmx.exporting.writing import Part, check_disk_space, write_tensors
+from dmx.exporting.writing import Part, check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.formats import check_choice
 from dmx.layers import is_applied, stored_weights
-from dmx.models import ModelConfig, load_model
+from dmx.models import ModelConfig, load_model, meta_model
 from dmx.stored import StoredWeight
 from dmx.targets import TARGETS, obstacles, split_groups
 
@@ -51,6 +49,8 @@ class Exported:
     inputs: bool
     bytes: dict[str, int] = field(default_factory=dict)
     """total, quantized_bytes and bits_per_element_bytes; empty for names alone."""
+    input_rule: str | None = None
+    """How the loader scales inputs, in words; None where it quantizes none."""
     verification: Verification | None = None
 
 
@@ -86,33 +86,19 @@ def export(
         AssignmentError: it is for another model. ModelError: applied already, or not loadable.
         RunError: the folder exists, the disk is full, or the files do not load as they must.
     """
-    check_choice(target, EXPORT_TARGETS, "export.target")
     folder = Path(folder).absolute()
-    if folder.exists():
-        raise RunError(f"export.folder={folder} exists. Choose another folder, or delete that one.")
+    check_new(folder)
     if not isinstance(assignment, Assignment):
         assignment = Assignment.load(assignment)
+    known = meta_model(ModelConfig(id=model)) if isinstance(model, str) else model
+    profile = check_export(
+        known, assignment, folder, target=target, profile=profile, inputs=inputs, verify=verify
+    )
     layout = LAYOUTS.get(target)
-    profile = _choose_profile(assignment, target, profile)
-    if layout is not None:
-        check_holds(assignment, target, profile)
-        layout.check(assignment, inputs)
-        if verify:
-            check_packages(layout)
     if isinstance(model, str):
         loaded = load_model(ModelConfig(id=model))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    _check_model(model, assignment)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(
-            tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp")
-        )
-    except OSError as error:
-        raise RunError(
-            f"export.folder={folder} cannot be written ({error.strerror}). Choose another folder."
-        ) from error
-    try:
+    with new_folder(folder) as scratch:
         # Files with weights hold the rounded ones, which nearest rounding leaves as they are.
         kept = assignment if layout is None else replace(assignment, rounding=None)
         kept.save(scratch / "assignment.json")
@@ -123,15 +109,6 @@ def export(
                 model, assignment, scratch, layout, profile, inputs, verify, tokenizer, tokens,
                 max_shard_bytes,
             )  # fmt: skip
-        scratch.chmod(0o755)
-        scratch.rename(folder)
-    except OSError as error:
-        raise RunError(
-            f"export.folder={folder} cannot be written ({error.strerror or error}). Make room, or "
-            "choose another folder."
-        ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return Exported(folder, target, profile, inputs, **done)
 
 
@@ -148,7 +125,6 @@ def _export_model(
     inputs: bool, verified: bool, tokenizer: Any, tokens: Tensor | None, max_shard_bytes: int,
 ) -> dict[str, Any]:  # fmt: skip
     parts, plain = _parts(model, assignment, layout)
-    check_disk_space(folder, parts)
     metadata = layout.metadata(assignment, inputs, list(plain))
     total = write_tensors(parts, folder, metadata, max_shard_bytes)
     apart = is_head_apart(model, assignment)
@@ -166,10 +142,55 @@ def _export_model(
     }  # fmt: skip
     write_json(folder / FACTS_FILE, facts)
     write_text(folder / "README.md", model_card(assignment, facts))
-    return {"bytes": sizes, "verification": result}
+    return {"bytes": sizes, "input_rule": facts["input_rule"], "verification": result}
 
 
 # ---------------------------------------------------------------- what is refused
+
+
+def check_new(folder: Path) -> None:
+    """Raise RunError if the folder exists."""
+    if folder.exists():
+        raise RunError(f"folder={folder} exists. Choose another folder, or delete that one.")
+
+
+def check_export(
+    model: nn.Module,
+    assignment: Assignment,
+    folder: Path,
+    *,
+    target: str,
+    profile: str | None,
+    inputs: bool,
+    verify: bool,
+) -> str | None:
+    """All that an export refuses without weights; `model` may be on meta. Arguments and errors are
+    those of `export`.
+
+    Returns:
+        The profile that it will have.
+    """
+    check_choice(target, EXPORT_TARGETS, "target")
+    profile = _choose_profile(assignment, target, profile)
+    layout = LAYOUTS.get(target)
+    if layout is None:
+        if inputs:
+            raise FormatError(
+                f"inputs=true: target={target} writes names alone, and its tool decides on inputs. "
+                "Leave inputs out."
+            )
+        if target in RECIPES:
+            recipe_text(assignment, target)
+    else:
+        check_holds(assignment, target, profile)
+        layout.check(assignment, inputs)
+        if verify:
+            check_packages(layout)
+    _check_model(model, assignment)
+    if layout is not None:
+        parts, _ = _parts(model, assignment, layout)
+        check_disk_space(folder.parent, parts)
+    return profile
 
 
 def target_key(target: str, profile: str | None) -> str:
@@ -181,7 +202,7 @@ def check_holds(assignment: Assignment, target: str, profile: str | None) -> Non
     """Raise FormatError unless the target holds every format; says which layers, and which can."""
     holds = TARGETS[target_key(target, profile)]
     formats = assignment.formats
-    setting = f"export.target={target}" + (f", export.profile={profile}" if profile else "")
+    setting = f"target={target}" + (f", profile={profile}" if profile else "")
     refused = {n: f for n, f in formats.items() if f != "bf16" and f not in holds.formats}
     if refused:
         rest = assignment.unquantized
@@ -200,7 +221,7 @@ def check_holds(assignment: Assignment, target: str, profile: str | None) -> Non
         raise FormatError(
             f"{setting} needs one format in each fused group (vLLM runs q/k/v and gate/up as one "
             f"product each); {len(split)} groups are split, first {split[0]}. Use "
-            "export.profile=transformers, or search again with search.units=fused."
+            "profile=transformers, or search again with search.units=fused."
         )
     for layer in quantized(assignment):
         check_in_features(layer, assignment.shapes[layer][1])
@@ -209,12 +230,10 @@ def check_holds(assignment: Assignment, target: str, profile: str | None) -> Non
 def _choose_profile(assignment: Assignment, target: str, profile: str | None) -> str | None:
     if target != "compressed_tensors":
         if profile is not None:
-            raise FormatError(
-                f"export.profile={profile}: export.target={target} has no profiles; leave it out."
-            )
+            raise FormatError(f"profile={profile}: target={target} has no profiles; leave it out.")
         return None
     if profile is not None:
-        check_choice(profile, PROFILES, "export.profile")
+        check_choice(profile, PROFILES, "profile")
         return profile
     for name in PROFILES:
         holds = TARGETS[target_key(target, name)]

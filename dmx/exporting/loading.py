@@ -37,13 +37,37 @@ class LoadedExport:
     """Whether inputs are quantized."""
 
 
+def is_exported(folder: Path) -> bool:
+    """Whether `load_exported` reads this folder: weights, and a config of a layout known here."""
+    return any(folder.glob("*.safetensors")) and _method(_config(folder)) in METHODS
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        body = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder / 'config.json'} cannot be read ({error}).") from error
+    return body if isinstance(body, dict) else {}
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    return str((config.get("quantization_config") or {}).get("quant_method"))
+
+
 def load_exported(
-    folder: str | Path, *, device: str | torch.device = "cpu", inputs: bool | None = None
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    inputs: bool | None = None,
+    attn_implementation: str | None = None,
 ) -> LoadedExport:
     """Read a folder of `dmx.export`, or of another tool that holds MX formats only.
 
     Args:
         inputs: quantize inputs too; None = as the folder was exported.
+        attn_implementation: None = transformers' choice.
 
     Raises:
         ModelError: no such folder, or its tensors are not those its config asks for.
@@ -54,9 +78,8 @@ def load_exported(
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no config.json; give a folder that dmx.export wrote.")
-    body = json.loads((folder / "config.json").read_text())
-    quantization = body.get("quantization_config") or {}
-    method = str(quantization.get("quant_method"))
+    body = _config(folder)
+    method = _method(body)
     if method not in METHODS:
         raise FormatError(
             f"{folder}: quant_method {method!r} is not read here. Read are: {', '.join(METHODS)}."
@@ -64,12 +87,14 @@ def load_exported(
     layout = LAYOUTS[METHODS[method]]
     config = AutoConfig.from_pretrained(folder)
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
+    model = made.eval()
     if (folder / "assignment.json").is_file():
         assignment = Assignment.load(folder / "assignment.json")
         assignment.check(model)
     else:
-        assignment = read_assignment(quantization, model)
+        assignment = read_assignment(body, model)
     _fill(model, folder, layout, assignment)
     if inputs is None:
         facts = folder / FACTS_FILE

@@ -104,8 +104,8 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
 def _check(assignment: Assignment, inputs: bool) -> None:
     if inputs and assignment.scale_rule not in INPUT_RULES:
         raise FormatError(
-            f"export.inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
-            f"has scale_rule {assignment.scale_rule!r}. Use export.inputs=false."
+            f"inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
+            f"has scale_rule {assignment.scale_rule!r}. Use inputs=false."
         )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from torch import nn
 
 from dmx.assignment import Assignment, make_assignment
-from dmx.budget import SearchSpace, linear_layers
-from dmx.errors import AssignmentError, FormatError
+from dmx.budget import SearchSpace, linear_layers, own_elements
+from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
 from dmx.targets import split_groups
 
@@ -54,19 +54,23 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
         FormatError: a layer has a format that is not an MX format of this project.
     """
     body = _read(source) if isinstance(source, str | Path) else dict(source)
-    tool, choose = _chooser(body)
     linears = linear_layers(model)
-    formats: dict[str, BlockFormat] = {}
-    for name, linear in linears.items():
-        block_format = choose(name)
-        if block_format is None:
-            continue
-        if linear.in_features % BLOCK_SIZE:
+    try:
+        tool, choose = _chooser(body)
+        chosen = {name: choose(name) for name in linears}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, DmxError):
+            raise
+        raise AssignmentError(
+            f"the config is damaged or of a version that is not read here ({error!r})."
+        ) from error
+    formats = {name: found for name, found in chosen.items() if found is not None}
+    for name in formats:
+        if linears[name].in_features % BLOCK_SIZE:
             raise FormatError(
-                f"{tool} config: {name} has in_features={linear.in_features}, no multiple of "
+                f"{tool} config: {name} has in_features={linears[name].in_features}, no multiple of "
                 f"{BLOCK_SIZE}"
             )
-        formats[name] = block_format
     if not formats:
         raise AssignmentError(
             f"{tool} config: it quantizes none of the {len(linears)} linear layers of "
@@ -81,7 +85,7 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
         granularity="layer" if split_groups(names, left) else "fused",
         shapes={n: (linears[n].out_features, linears[n].in_features) for n in formats},
         fixed=formats,
-        fixed_elements={n: linears[n].weight.numel() for n in formats},
+        fixed_elements=own_elements(linears, formats),
         unquantized=tuple(left),
         model_elements=sum(p.numel() for p in model.parameters()),
     )
@@ -120,7 +124,8 @@ def _chooser(body: dict[str, Any]) -> tuple[str, Chooser]:
         return "auto-round", _auto_round(body, {})
     raise AssignmentError(
         f"this is no config that is read here (keys {', '.join(list(body)[:6]) or 'none'}). Read "
-        "are compressed-tensors, quark, ModelOpt (quantized_layers) and auto-round (layer_config)."
+        "are compressed-tensors, quark, ModelOpt (quantized_layers), auto-round (layer_config), and "
+        "assignment.json of this project."
     )
 
 

@@ -42,7 +42,7 @@ def _llm_compressor(assignment: Assignment) -> str:
     for layer, block_format in quantized(assignment).items():
         if block_format not in FORMAT_NAMES:
             raise FormatError(
-                f"export.target=llm_compressor does not hold {block_format} (first {layer}). "
+                f"target=llm_compressor does not hold {block_format} (first {layer}). "
                 f"It holds {', '.join(map(str, FORMAT_NAMES))}."
             )
     config = COMPRESSED_TENSORS.config(assignment, False)
@@ -91,7 +91,7 @@ def _llama_cpp(assignment: Assignment) -> str:
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", layer)
         if match is None or match[2] not in LLAMA_CPP_NAMES:
             raise FormatError(
-                f"export.target=llama_cpp has no tensor name for {layer}; it knows "
+                f"target=llama_cpp has no tensor name for {layer}; it knows "
                 f"model.layers.N.{{{','.join(LLAMA_CPP_NAMES)}}}."
             )
         # llama-quantize searches the pattern anywhere in a name: dots and both ends are said.
@@ -109,7 +109,11 @@ RECIPES: dict[str, tuple[str, Callable[[Assignment], str]]] = {
 """target -> file name and what goes into it"""
 
 
+def recipe_text(assignment: Assignment, target: str) -> str:
+    """What the tool reads; FormatError for what it has no name for."""
+    return RECIPES[target][1](assignment)
+
+
 def write_recipe(assignment: Assignment, folder: Path, target: str) -> Path:
-    """Write the tool's file into `folder`; FormatError for what the tool has no name for."""
-    name, text = RECIPES[target]
-    return write_text(folder / name, text(assignment))
+    """Write the tool's file into `folder`; raises as `recipe_text`."""
+    return write_text(folder / RECIPES[target][0], recipe_text(assignment, target))

@@ -127,13 +127,13 @@ def _metadata(assignment: Assignment, inputs: bool, names: list[str]) -> dict[st
 def _check(assignment: Assignment, inputs: bool) -> None:
     if not inputs:
         raise FormatError(
-            "export.target=torchao needs export.inputs=true: torchao multiplies MX weights by MX "
-            "inputs only. For weights alone use export.target=compressed_tensors or quark."
+            "target=torchao needs inputs=true: torchao multiplies MX weights by MX "
+            "inputs only. For weights alone use target=compressed_tensors or quark."
         )
     mixed = [n for n, f in quantized(assignment).items() if assignment.input_format(n) != f]
     if mixed:
         raise FormatError(
-            f"export.target=torchao needs equal formats of weight and input; {len(mixed)} layers "
+            f"target=torchao needs equal formats of weight and input; {len(mixed)} layers "
             f"differ, first {mixed[0]}. Set input_formats of the assignment to null."
         )
 

@@ -108,9 +108,9 @@ def check_packages(layout: Layout) -> None:
     missing = [p for p in layout.packages if importlib.util.find_spec(MODULES[p]) is None]
     if missing:
         raise RunError(
-            f"export.verify=true loads the files with {', '.join(layout.packages)}, and "
+            f"verify=true loads the files with {', '.join(layout.packages)}, and "
             f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
-            "pip install 'dmx[export]'), or set export.verify=false."
+            "pip install 'dmx[export]'), or set verify=false."
         )
 
 

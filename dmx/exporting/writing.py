@@ -7,8 +7,12 @@ an export is known before anything is.
 Source: safetensors, README section "Format".
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,14 +49,70 @@ class Part:
 
 
 def check_disk_space(folder: Path, parts: Sequence[Part]) -> None:
-    """Raise RunError unless the file system of `folder` has room for the tensors."""
+    """Raise RunError unless the file system of `folder`, which need not exist, has room for the
+    tensors."""
     needed = sum(part.bytes for part in parts) + SPARE_BYTES
-    free = shutil.disk_usage(folder).free
+    there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(there).free
     if free < needed:
         raise RunError(
-            f"export.folder: {folder} has {free / 1e9:.2f} GB free, the export needs "
+            f"folder={folder}: {there} has {free / 1e9:.2f} GB free, the export needs "
             f"{needed / 1e9:.2f} GB. Make room or choose another folder."
         )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` to write to, renamed to it at the end: what exists is whole.
+
+    It goes if the block raises. One that a killed process left goes with the next start: a live
+    one is locked, and a lock dies with its process.
+
+    Raises:
+        RunError: the disk is full, or the place cannot be written.
+    """
+    scratch = None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in folder.parent.glob(f".{_escaped(folder.name)}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError), _locked(left) as is_mine:
+                if is_mine:
+                    shutil.rmtree(left)
+        scratch = Path(
+            tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp")
+        )
+        with _locked(scratch):
+            yield scratch
+            scratch.chmod(0o755)
+            scratch.rename(folder)
+    except OSError as error:
+        raise RunError(
+            f"folder={folder} cannot be written ({error.strerror or error}). Make room, or choose "
+            "another folder."
+        ) from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _escaped(name: str) -> str:
+    """For a glob: every character as itself."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether no other process holds the folder; it is held meanwhile."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
 
 
 def write_tensors(
@@ -109,6 +169,8 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
                 flat = tensor.detach().cpu().contiguous().flatten()
                 file.write(flat.view(torch.uint8).numpy().data)
             del tensors, tensor, flat  # before the next layer is made
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def read_headers(folder: Path) -> dict[str, TensorSpec]:

@@ -1,5 +1,6 @@
-"""python -m experiments.export: what it leaves, and its refusals in one line."""
+"""python -m experiments.export and .evaluate: what they leave of files, and refusals in one line."""
 
+import json
 import sys
 
 import pytest
@@ -7,70 +8,229 @@ from hydra import compose, initialize_config_dir
 
 import dmx
 from dmx.assignment import Assignment
-from experiments import export
+from dmx.formats import MX_FORMATS
+from experiments import evaluate, export
 from experiments._config import CONFIGS, build_root, register
-from tests.exporting.conftest import VLLM, mixed, needs
+from tests.exporting.conftest import HELD, VLLM, mixed, needs
+
+L0 = "model.layers.0"
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
-    def command(*arguments):
-        base = ["model=tiny_random", "data=synthetic", "run.device=cpu"]
-        monkeypatch.setattr(sys, "argv", ["export", *base, *map(str, arguments)])
+def run(monkeypatch, capfd, tmp_path):
+    def command(module, *arguments):
+        base = [
+            "model=tiny_random", "data=synthetic", "run.device=cpu",
+            f"run.folder={tmp_path / 'run'}",
+        ]  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["x", *base, *map(str, arguments)])
         code = 0
         try:
-            export.main()
+            module.main()
         except SystemExit as error:
             code = error.code
         out, err = capfd.readouterr()
-        return code, out, " ".join(err.split())
+        return code, " ".join(out.split()), " ".join(err.split())
 
     return command
 
 
+def record(folder):
+    return json.loads((folder / "record.json").read_text())
+
+
+# ---------------------------------------------------------------- export
+
+
 @needs("compressed-tensors")
-def test_a_file_is_exported_and_measured(run, make_tiny, tmp_path, loaded_here):
+def test_an_export_leaves_its_files_and_a_record(run, make_tiny, tmp_path, loaded_here):
     path = mixed(make_tiny("llama").model, VLLM).save(tmp_path / "a.json")
+    settings = f"assignment={path}", "target=compressed_tensors", "windows=2", "window=48"
+    code, out, _ = run(export, *settings)
+    folder = tmp_path / "run"
+    assert code == 0 and "logits of 96 tokens equal" in out and str(folder / "model") in out
+    assert Assignment.load(folder / "model" / "assignment.json") == Assignment.load(path)
+    assert dmx.load_exported(folder / "model").tokenizer is not None
+    found = record(folder)
+    assert found["command"] == "export" and found["data"]["evaluation"]["tokens"] == 96
+    facts = found["export"]
+    assert facts["verification"]["equal"] and facts["verification"]["kl"] == 0.0
+    assert "compressed-tensors" in facts["verification"]["versions"]
+    assert facts["bytes"]["quantized_bytes"] == facts["bytes"]["bits_per_element_bytes"]
+    memory, files = found["results"]
+    assert memory["perplexity"] == files["perplexity"] and files["operands"] == "W"
+    for name in ("target", "inputs", "verify"):
+        assert found["actual"][name] == found["requested"][name]
+    assert found["actual"]["profile"] == "transformers"  # none was asked: the strictest
+    page = (folder / "report.html").read_text()
+    assert "equal the fake-quantized model" in page and "Exported files" in page
+
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    code, _, err = run(export, *settings)  # finished: it is shown, not made again
+    assert code == 0 and "finished; showing it again" in err
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
+    (folder / "record.json").unlink()  # died before its record: the files are made anew
+    assert run(export, *settings)[0] == 0
+    assert record(folder)["results"][1]["perplexity"] == files["perplexity"]
+
+
+def test_a_uniform_format_by_name_into_a_folder(run, tmp_path):
     folder = tmp_path / "out"
-    code, out, err = run(
-        f"assignment={path}", f"export.folder={folder}", "windows=2", "window=48"
-    )  # fmt: skip
-    assert code == 0 and "equal bit for bit" in err and "perplexity on 96 tokens" in err
-    assert f"{folder}: compressed_tensors, profile transformers" in out
-    assert Assignment.load(folder / "assignment.json") == Assignment.load(path)
-    assert dmx.load_exported(folder).tokenizer is not None
+    settings = "assignment=mxfp6_e3m2", "target=quark", "verify=false", f"folder={folder}"
+    code, out, _ = run(export, *settings)
+    assert code == 0 and "not loaded again" in out and out.endswith(str(folder))
+    assert set(dmx.load_exported(folder).assignment.formats.values()) == {"mxfp6_e3m2"}
+    assert record(tmp_path / "run")["results"][1]["perplexity"] is None
+    assert not (tmp_path / "run" / "model").exists()
+    code, _, err = run(export, *settings, f"run.folder={tmp_path / 'other'}")
+    assert code == 2 and f"folder={folder} exists. Choose another folder" in err
+    assert not (tmp_path / "other").exists()
 
 
-def test_a_uniform_format_by_name(run, tmp_path):
-    code, out, _ = run(
-        "assignment=mxfp6_e3m2", "export.target=quark", "export.verify=false",
-        f"export.folder={tmp_path / 'out'}",
-    )  # fmt: skip
-    assert code == 0 and out.strip().endswith("out: quark")
-    assert set(dmx.load_exported(tmp_path / "out").assignment.formats.values()) == {"mxfp6_e3m2"}
+def test_names_for_another_tool_leave_a_record(run, tmp_path):
+    code, out, _ = run(export, "assignment=mxfp8_e5m2", "target=modelopt")
+    assert code == 0 and "Names for modelopt." in out
+    assert (tmp_path / "run" / "model" / "quant_cfg.json").is_file()
+    assert record(tmp_path / "run")["export"]["bytes"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["assignment=mxfp8_e5m2"], "FormatError: export.target=compressed_tensors"),
+        (["assignment=mxfp8_e5m2"], "FormatError: target=compressed_tensors"),
         (["assignment=missing.json"], "AssignmentError: assignment=missing.json: cannot be read"),
-        (["export.target=gguf"], "FormatError: export.target='gguf' is not allowed"),
+        (["assignment=mxfp5"], "FormatError: assignment='mxfp5'"),
+        (["assignment=bf16"], "assignment=bf16 gives no formats"),
+        (["target=gguf"], "FormatError: target='gguf' is not allowed"),
+        (["profile=vlm"], "FormatError: profile='vlm' is not allowed"),
+        (["target=quark", "profile=vllm"], "has no profiles"),
+        (["target=torchao"], "needs inputs=true"),
+        (["target=modelopt", "inputs=true"], "target=modelopt writes names alone"),
         (["windows=-1"], "ConfigError: windows=-1 must be at least 0"),
-        (["windows=1", "export.verify=false"], "ConfigError: windows=1 needs export.verify=true"),
-        (["windows=9", "window=1000000"], "need 9000000 tokens"),
-        (["export.max_shard_gigabytes=0"], "ConfigError: export.max_shard_gigabytes=0 must be"),
+        (["windows=1", "verify=false"], "ConfigError: windows=1 needs verify=true"),
+        (["max_shard_gigabytes=0"], "ConfigError: max_shard_gigabytes=0 must be"),
+        (["model.tiny.intermediate_size=80"], "in_features=80, no multiple of 32"),
+        (["model.tiny.hidden_size=128"], "another model: model.layers.0.self_attn.q_proj is"),
     ],
 )
-def test_refusals_are_one_line(arguments, words, run, tmp_path):
-    code, _, err = run(*arguments, f"export.folder={tmp_path / 'out'}")
+def test_refusals_are_one_line_before_weights_are_loaded(
+    arguments, words, run, tmp_path, monkeypatch, make_tiny
+):
+    def load(*_):
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(export, "load_model", load)
+    path = mixed(make_tiny("llama").model, VLLM, "fused").save(tmp_path / "a.json")
+    if "intermediate_size" in arguments[0]:
+        body = json.loads(path.read_text())
+        body["shapes"] |= {f"model.layers.{i}.mlp.down_proj": [64, 80] for i in (0, 1)}
+        body["shapes"] |= {
+            f"model.layers.{i}.mlp.{n}_proj": [80, 64] for i in (0, 1) for n in ("up", "gate")
+        }
+        body["search"]["weighting"] = "layers"
+        path.write_text(json.dumps(body))
+    code, _, err = run(export, f"assignment={path}", *arguments)
     assert code == 2 and words in err and "Traceback" not in err
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_text_that_is_too_short(run):
+    code, _, err = run(export, "windows=9", "window=1000000")
+    assert code == 2 and "need 9000000 tokens" in err and "Traceback" not in err
+
+
+def test_the_old_spelling_is_an_error(run):
+    code, _, err = run(export, "export.target=quark")
+    assert code == 1 and "Could not override 'export.target'" in err
 
 
 def test_the_config_composes_with_its_defaults():
     register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         built = build_root(export.ExportRun, compose("export", ["model=smollm2_135m"]))
-    folder = built.export.folder
-    assert built.export == export.ExportConfig(folder=folder) and built.windows == 0
+    assert (built.target, built.profile, built.inputs) == ("compressed_tensors", None, False)
+    assert built.folder is None and built.verify and built.windows == 0
+
+
+# ---------------------------------------------------------------- evaluate
+
+
+@pytest.fixture
+def measure(run, tmp_path):
+    def measured(*names, operands="W,W+A", **settings):
+        code, _, err = run(
+            evaluate, f"assignments=[{','.join(map(str, names))}]", "model.dtype=bfloat16",
+            "evaluation.window=64", "evaluation.max_windows=4",
+            f"evaluation.operands=[{operands}]", *(f"{k}={v}" for k, v in settings.items()),
+        )  # fmt: skip
+        return record(tmp_path / "run")["results"] if code == 0 else err
+
+    return measured
+
+
+@pytest.mark.parametrize("target", HELD)
+def test_perplexity_of_the_files_is_that_of_the_assignment_to_the_last_digit(
+    target, measure, make_tiny, tmp_path
+):
+    model = make_tiny("llama", dtype="bfloat16").model
+    path = mixed(model, HELD[target]).save(tmp_path / "a.json")
+    folder = tmp_path / "exported"
+    dmx.export(
+        model, path, folder, target=target, inputs=target == "torchao", verify=False
+    )  # fmt: skip
+    rows = measure("bf16", path, folder)
+    assert [(r["label"], r["operands"]) for r in rows[1:]] == [
+        ("a", "W"), ("a", "W+A"), ("files exported", "W"), ("files exported", "W+A")
+    ]  # fmt: skip
+    assert rows[1]["window_nll"] == rows[3]["window_nll"]
+    assert rows[2]["window_nll"] == rows[4]["window_nll"] != rows[1]["window_nll"]
+    assert rows[0]["perplexity"] != rows[1]["perplexity"]
+
+
+def test_what_is_measured_is_in_the_files(measure, make_tiny, tmp_path):
+    """Other weights under the same assignment: the files of a foreign folder count, not ours."""
+    other = make_tiny("llama", dtype="bfloat16", seed=1).model
+    path = mixed(other, VLLM).save(tmp_path / "a.json")
+    dmx.export(other, path, tmp_path / "files", target="quark", verify=False)
+    for name in ("assignment.json", "dmx_export.json"):
+        (tmp_path / "files" / name).unlink()  # as another tool leaves it
+    ours, files = measure(path, tmp_path / "files", operands="W")
+    assert files["element_bits"] == ours["element_bits"]
+    assert files["perplexity"] != ours["perplexity"]
+    assert files["label"] == "files files"
+
+
+def test_another_tools_config_is_measured_by_name(measure, make_tiny, tmp_path):
+    model = make_tiny("llama", dtype="bfloat16").model
+    assignment = mixed(model, MX_FORMATS)
+    path = assignment.save(tmp_path / "a.json")
+    dmx.export(model, assignment, tmp_path / "recipe", target="auto_round")
+    config = tmp_path / "layers.json"
+    config.write_text((tmp_path / "recipe" / "layer_config.json").read_text())
+    ours, theirs = measure(path, config, operands="W+A")
+    assert theirs["label"] == "auto-round config"
+    assert theirs["perplexity"] == ours["perplexity"]
+    assert theirs["bits_per_element"] == ours["bits_per_element"]
+
+
+def test_configs_that_cannot_be_measured_are_refused(measure, tmp_path):
+    config = tmp_path / "c.json"
+    for body, words in (
+        ({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}}, "is no MX format"),
+        ({"quant_method": "gptq", "bits": 4}, "this is no config that is read here"),
+        ({"config_groups": {"a": {"targets": ["other"], "weights": {}}}}, "quantizes none of"),
+        ({"config_groups": 1}, "is damaged or of a version"),
+    ):
+        config.write_text(json.dumps(body))
+        err = measure(config)
+        assert f"{config}: " in err and words in err and "Traceback" not in err
+    (tmp_path / "empty").mkdir()
+    assert "the folder holds none of" in measure(tmp_path / "empty")
+    assert not (tmp_path / "run").exists()
+
+
+def test_files_are_measured_beside_a_bf16_model_alone(measure, make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    dmx.export(model, mixed(model, VLLM), tmp_path / "out", target="quark", verify=False)
+    err = measure(tmp_path / "out", **{"model.dtype": "float32"})
+    assert "Set model.dtype=bfloat16" in err and "Traceback" not in err

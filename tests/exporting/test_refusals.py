@@ -40,7 +40,7 @@ def test_a_format_that_the_target_cannot_hold(case):
     with pytest.raises(FormatError) as error:
         export(mixed(model, (MXFP4, MXFP6_E3M2)), target="compressed_tensors", profile="vllm")
     for words in (
-        "export.profile=vllm does not hold mxfp6_e3m2", "7 layers",
+        "profile=vllm does not hold mxfp6_e3m2", "7 layers",
         "model.layers.0.self_attn.k_proj", "quark; torchao", "search.target",
     ):  # fmt: skip
         assert words in str(error.value)
@@ -49,7 +49,7 @@ def test_a_format_that_the_target_cannot_hold(case):
 def test_a_folder_that_exists_is_not_touched(case, tmp_path):
     _, export = case
     (tmp_path / "out").mkdir()
-    with pytest.raises(RunError, match=r"export\.folder=.*out exists"):
+    with pytest.raises(RunError, match=r"folder=.*out exists"):
         export()
     assert not list((tmp_path / "out").iterdir())
 
@@ -101,9 +101,9 @@ def test_weights_that_are_not_finite(case):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"target": "quarck"}, r"export\.target='quarck' is not allowed.*'quark'"),
+        ({"target": "quarck"}, r"target='quarck' is not allowed.*'quark'"),
         ({"target": "quark", "profile": "vllm"}, "has no profiles"),
-        ({"target": "compressed_tensors", "profile": "vlm"}, r"export\.profile='vlm'.*'vllm'"),
+        ({"target": "compressed_tensors", "profile": "vlm"}, r"profile='vlm'.*'vllm'"),
         ({"target": "llama_cpp", "profile": "vllm"}, "has no profiles"),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_model_with_an_assignment_applied(case):
 
 def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, monkeypatch):
     monkeypatch.setattr("dmx.exporting.verify.importlib.util.find_spec", lambda _: None)
-    with pytest.raises(RunError, match=r"pip install amd-quark .*export\.verify=false"):
+    with pytest.raises(RunError, match=r"pip install amd-quark .*verify=false"):
         case[1](verify=True)
     assert not list(tmp_path.iterdir())
 

@@ -245,5 +245,5 @@ def test_mxfp6_inputs_are_refused_for_compressed_tensors(make_tiny, tmp_path):
 
 def test_torchao_has_no_weight_only_product(make_tiny, tmp_path):
     model = make_tiny("llama").model
-    with pytest.raises(FormatError, match=r"needs export\.inputs=true"):
+    with pytest.raises(FormatError, match=r"needs inputs=true"):
         exported(model, mixed(model, (MXFP8_E4M3,)), tmp_path / "out", "torchao")
