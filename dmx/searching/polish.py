@@ -9,7 +9,7 @@ A round, at the present choice:
     verify    the KL of the proposed choice itself; a better one is taken
 
 Differences add up only near the choice at which they were measured, so `size` is a trust region: it
-doubles while that finds better choices, and halves until one is found; where none is, the next best
+doubles while that finds better choices, or halves until none is better; where none is found, the next best
 few changes of a handful of units are tried one after the other. A proposal costs little, one pass over
 the batches against one for each unit that a measurement takes. The polish ends when no proposal is
 better, or after `polish_rounds`.
@@ -187,23 +187,22 @@ class Polish:
     ) -> tuple[np.ndarray, float, int]:
         """The best verified proposal and its KL, else the present choice; proposals tried."""
         best, best_kl, tried, has_failed = self.choice, now, 0, False
-        while self.size >= 2:
-            candidate = self._maximal(self._propose(scores, self.size))
+        size = self.size
+        while size >= 2:
+            candidate = self._maximal(self._propose(scores, size))
             if np.array_equal(candidate, best):
                 break  # the additive model sees nothing better, here or further out
             tried += 1
             kl = divergence(candidate)
             if kl < best_kl:
-                best, best_kl = candidate, kl
-                if has_failed:
-                    break
-                self.size = min(2 * self.size, len(self.space.units))
+                best, best_kl, self.size = candidate, kl, size
             elif best is not self.choice:
-                self.size //= 2
                 break
             else:
                 has_failed = True
-                self.size = min(self.size, int((candidate != self.choice).sum())) // 2
+            changed = int((candidate != self.choice).sum())
+            # Half of a region that was too large may still be too large to be the best.
+            size = min(size, changed) // 2 if has_failed else min(2 * size, len(self.choice))
         if best is self.choice:
             self.size = HANDFUL
             for candidate in self._next_best(scores):
