@@ -108,8 +108,9 @@ def test_real_and_emulated_products_agree_and_decide_alike(formats, dtype):
             grad *= torch.exp(5 * torch.randn_like(grad))
         real, emulated = (train_step(m, x, grad) for m in models)
         for a, e in zip(real, emulated, strict=True):
-            # The FP8 units keep about 14 bits while they add; the rest is BF16's own rounding.
-            assert (a.float() - e.float()).norm() <= 4e-3 * e.float().norm()
+            # With fast accumulation the FP8 units keep about 14 bits of a partial sum and cut the
+            # rest: measured 5e-3 over 512 terms, 8e-3 over 2048; gradients inherit it.
+            assert (a.float() - e.float()).norm() <= 1.5e-2 * e.float().norm()
         stats = [mor.stats(m) for m in models]
         assert stats[0]["operands"] == stats[1]["operands"], "decisions must be equal"
     executed = mor.stats(models[0])["products"]
