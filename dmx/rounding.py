@@ -505,7 +505,8 @@ def gptq(
     try:
         model.eval()
         _check_no_shared_weights(model)
-        with torch.autocast(device.type, enabled=False):
+        # Whatever mode the caller is in, as for `search`.
+        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
             rounded = _Rounding(model, assignment, listed, damping, where, fingerprint).run()
     finally:
         restore(model)
