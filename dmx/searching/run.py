@@ -159,6 +159,7 @@ def search(
             run.run()
             if run.rotations is not None:
                 transform = run.rotations.transform()
+                identity |= {"transform": transform.key()}
                 stage.enter_context(transformed(model, transform, layers))
             choice, preference = run.projected_choice(), run.preference()
             history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
