@@ -5,8 +5,14 @@
     python scripts/bench.py --report               # the table again, from the kept numbers
     python scripts/bench.py --report --merge other/bench.json   # sections measured elsewhere, too
 
+A library that does not fit beside the others is timed from an environment of its own and merged:
+
+    other/bin/python scripts/bench.py --only peers --device cpu --out other
+    python scripts/bench.py --report --merge other/bench.json
+
 Sections:
-    kernels   every kernel against a copy, and other libraries where installed (bench_kernels.py)
+    kernels   every kernel against a copy (bench_kernels.py)
+    peers     fake quantization by other libraries, against a copy and ours in the same process
     steps     a search step against a plain step of the same model and batch, with peak memory
     long      all steps of a search with the default settings
     large     ten steps of a Llama of 8 B shape on one card
@@ -24,7 +30,6 @@ Numbers go to docs/results/bench.json, section by section, and the table to docs
 import argparse
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import platform
@@ -55,8 +60,8 @@ from dmx.searching import SearchConfig, search_space
 from dmx.searching.differentiable import DifferentiableSearch
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-SECTIONS = ("kernels", "steps", "long", "large", "scans", "growth")
-ON_CPU = ("kernels", "steps", "scans")
+SECTIONS = ("kernels", "peers", "steps", "long", "large", "scans", "growth")
+ON_CPU = ("kernels", "peers", "steps", "scans")
 REPEATS = 9
 MIB = 1 << 20
 
@@ -328,23 +333,52 @@ def growth(device: str, tiny: bool) -> list[dict[str, Any]]:
     return found
 
 
-def kernels(device: str, tiny: bool) -> list[dict[str, Any]]:
-    sizes = [4096] if device == "cpu" else [4096, 8192]
-    types = [torch.float32, torch.bfloat16]
+def sizes_and_dtypes(device: str, tiny: bool) -> tuple[list[int], list[torch.dtype]]:
     if tiny:
-        sizes, types = [64], types[:1]
+        return [64], [torch.float32]
+    return [4096] if device == "cpu" else [4096, 8192], [torch.float32, torch.bfloat16]
+
+
+def kernels(device: str, tiny: bool) -> list[dict[str, Any]]:
     keys = ("device", "size", "dtype", "kernel", "ms", "x_copy", "of_limit", "gb_s")
     found = []
-    for size, dtype in itertools.product(sizes, types):
-        try:
-            for row in bench_kernels.rows(device, [size], [dtype]):
-                found.append(dict(zip(keys, row, strict=True)))
-                say(" ".join(row))
-        except Exception as error:  # another library's; ours come first
-            if len(found) == 0:
-                raise
-            say(f"after {found[-1]['kernel']}: {type(error).__name__}: {error}")
+    for row in bench_kernels.rows(device, *sizes_and_dtypes(device, tiny)):
+        found.append(dict(zip(keys, row, strict=True)))
+        say(" ".join(row))
     return found
+
+
+def peers(device: str, tiny: bool) -> list[dict[str, Any]]:
+    here = machine(device)
+    where = [here["name"], *([f"threads {here['threads']}"] if "threads" in here else [])]
+    label = ", ".join([*where, f"torch {here['torch']}"])
+    found = []
+    for row in bench_kernels.peer_rows(device, *sizes_and_dtypes(device, tiny)):
+        found.append(row | {"where": label})
+        say(" ".join(bench_kernels.shown(value) for value in row.values()))
+    return found
+
+
+def merge(body: dict[str, Any], other: dict[str, Any]) -> None:
+    """Adds sections that were measured elsewhere to `body`, in place of its own. Of `peers`, rows:
+    every environment has libraries of its own, and a time replaces a reason for having none."""
+    for device, sections in other.items():
+        mine = body.setdefault(device, {})
+        if "peers" in mine and "peers" in sections:
+            rows = join_peers(mine["peers"]["rows"], sections["peers"]["rows"])
+            sections = sections | {"peers": mine["peers"] | {"rows": rows}}
+        mine.update(sections)
+
+
+def join_peers(rows: list[dict[str, Any]], newer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return row["size"], row["dtype"], row["library"].partition(" ")[0], row["format"]
+
+    joined = {key(row): row for row in rows}
+    for row in newer:
+        if row["ms"] is not None or key(row) not in joined:
+            joined[key(row)] = row
+    return list(joined.values())
 
 
 # --- report ------------------------------------------------------------------------------------
@@ -497,6 +531,21 @@ def kernels_table(rows: list[dict[str, Any]]) -> list[str]:
     )
 
 
+def peers_table(rows: list[dict[str, Any]]) -> list[str]:
+    return table(
+        "size | dtype | library | format | ms | times a copy | times ours | where",
+        [
+            [
+                r["size"], r["dtype"], r["library"], r["format"],
+                *([r["reason"], "-", "-"] if r["ms"] is None
+                  else [f"{r['ms']:.2f}", f"{r['x_copy']:.1f}", f"{r['x_ours']:.1f}"]),
+                r["where"],
+            ]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "steps": ("Search step against plain step", steps_table),
     "long": ("A whole search", totals_table),
@@ -504,6 +553,7 @@ TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {
     "scans": ("Searches by scores", scans_table),
     "growth": ("Growth", growth_table),
     "kernels": ("Kernels", kernels_table),
+    "peers": ("Fake quantization by other libraries", peers_table),
 }
 
 
@@ -586,7 +636,8 @@ def report(body: dict[str, Any]) -> str:
         "section was measured by one process: compare numbers within a section.",
         "",
     ]
-    for device, sections in body.items():
+    for device in sorted(body, reverse=True):  # the GPU first
+        sections = body[device]
         lines += [f"## {'GPU' if device == 'cuda' else 'CPU'}", ""]
         found = {name: section["rows"] for name, section in sections.items()}
         lines += ["Targets, each with the worst of the values that it speaks of:", ""]
@@ -622,6 +673,7 @@ def main() -> None:
     parser.add_argument(
         "--merge", nargs="+", type=Path, default=[], help="bench.json files of other machines"
     )
+    parser.add_argument("--note", help="kept beside the machine, such as what else ran on it")
     parser.add_argument("--tiny", action="store_true", help="seconds, to try the script itself")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of bench.json, bench.md")
     arguments = parser.parse_args()
@@ -630,8 +682,7 @@ def main() -> None:
     path = arguments.out / "bench.json"
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for other in arguments.merge:
-        for device, sections in json.loads(other.read_text()).items():
-            body.setdefault(device, {}).update(sections)
+        merge(body, json.loads(other.read_text()))
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments.out.mkdir(parents=True, exist_ok=True)
     default = SECTIONS if device == "cuda" or arguments.tiny else ON_CPU
@@ -639,7 +690,8 @@ def main() -> None:
         started = time.perf_counter()
         rows = globals()[name](device, arguments.tiny)
         clear(device)
-        body.setdefault(device, {})[name] = {"machine": machine(device), "rows": rows}
+        note = {"note": arguments.note} if arguments.note else {}
+        body.setdefault(device, {})[name] = {"machine": machine(device) | note, "rows": rows}
         # After every section: what is measured stays, whatever comes after.
         path.write_text(json.dumps(body, indent=1) + "\n")
         (arguments.out / "bench.md").write_text(report(body))

@@ -19,8 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,38 +88,73 @@ def cases(x: Tensor) -> list[Case]:
     ]
 
 
-def peers(x: Tensor) -> Iterator[Case]:
-    """Fake quantization as other libraries do it eagerly, where they are installed."""
-    if find_spec("torchao"):
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+def torchao_cases(x: Tensor) -> list[Case]:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-        def torchao(x: Tensor, _: Tensor, out: Tensor, kind: torch.dtype) -> Tensor:
-            return MXTensor.to_mx(x, kind, 32).dequantize(x.dtype)
+    def call(x: Tensor, _: Tensor, out: Tensor, kind: torch.dtype) -> Tensor:
+        return MXTensor.to_mx(x, kind, 32).dequantize(x.dtype)
 
-        name = f"torchao {version('torchao')}"
-        for f, kind in (("mxfp4", torch.float4_e2m1fn_x2), ("mxfp8_e4m3", torch.float8_e4m3fn)):
-            yield Case(f"{name} {f}", partial(torchao, kind=kind), 1.0)
-    if find_spec("compressed_tensors"):
-        from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-        from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-        from compressed_tensors.quantization.utils import calculate_qparams
+    kinds = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp8_e4m3": torch.float8_e4m3fn}
+    return [Case(f, partial(call, kind=kind), 1.0) for f, kind in kinds.items()]
 
-        def compressed(x: Tensor, _: Tensor, out: Tensor, settings: Any) -> Tensor:
-            blocks = x.unflatten(-1, (-1, 32))
-            scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), settings)
-            return fake_quantize(x, scale, zero, settings)
 
-        name = f"compressed-tensors {version('compressed-tensors')}"
-        for f, scheme in (("mxfp4", "MXFP4"), ("mxfp8_e4m3", "MXFP8")):
-            settings = PRESET_SCHEMES[scheme]["weights"]
-            yield Case(f"{name} {f}", partial(compressed, settings=settings), 1.0)
-    if find_spec("brevitas"):
-        from brevitas.nn import QuantIdentity
-        from brevitas.quant.experimental.mx_quant_ocp import MXFloat8e4m3Act
+def compressed_tensors_cases(x: Tensor) -> list[Case]:
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+    from compressed_tensors.quantization.utils import calculate_qparams
 
-        act = QuantIdentity(MXFloat8e4m3Act, group_dim=-1, return_quant_tensor=False)
+    def call(x: Tensor, _: Tensor, out: Tensor, settings: Any) -> Tensor:
+        blocks = x.unflatten(-1, (-1, 32))
+        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), settings)
+        return fake_quantize(x, scale, zero, settings)
+
+    schemes = {"mxfp4": "MXFP4", "mxfp8_e4m3": "MXFP8"}
+    return [
+        Case(f, partial(call, settings=PRESET_SCHEMES[scheme]["weights"]), 1.0)
+        for f, scheme in schemes.items()
+    ]
+
+
+def brevitas_cases(x: Tensor) -> list[Case]:
+    from brevitas.nn import QuantIdentity
+    from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act
+
+    class MXFloat4e2m1Act(MXFloat8e4m3Act):  # type: ignore[misc]
+        bit_width, exponent_bit_width, mantissa_bit_width = 4, 2, 1
+
+    def case(name: str, kind: Any) -> Case:
+        act = QuantIdentity(kind, group_dim=-1, return_quant_tensor=False)
         act = act.eval().to(x.device, x.dtype)
-        yield Case(f"brevitas {version('brevitas')} mxfp8_e4m3", lambda x, _, out: act(x), 1.0)
+        return Case(name, lambda x, _, out: act(x), 1.0)
+
+    return [case("mxfp4", MXFloat4e2m1Act), case("mxfp8_e4m3", MXFloat8e4m3Act)]
+
+
+PEERS = {
+    "torchao": torchao_cases,
+    "compressed-tensors": compressed_tensors_cases,
+    "brevitas": brevitas_cases,
+}
+"""Fake quantization as other libraries do it, eagerly; a case is named by its format."""
+
+
+def peers(x: Tensor) -> Iterator[tuple[str, list[Case] | str]]:
+    """Each library with its version and its cases, or with the reason why it has none here."""
+    for package, make in PEERS.items():
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+            continue
+        try:
+            yield f"{package} {installed}", make(x)
+        except Exception as error:  # whatever another library raises where it does not fit
+            yield f"{package} {installed}", why(error)
+
+
+def why(error: Exception) -> str:
+    """One line on an error of another library."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @torch.no_grad()
@@ -177,19 +211,25 @@ def seconds_on_cpu(case: Case, x: Tensor, repeats: int = 11, limit: float = 4.0)
     return statistics.median(times)
 
 
-def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[tuple[str, ...]]:
-    measure: Callable[[Case, Tensor], float] = seconds_on_cpu
-    measure_peer: Callable[[Case, Tensor], float] = seconds_on_cpu
+def timers(device: str) -> tuple[Callable[[Case, Tensor], float], Callable[[Case, Tensor], float]]:
+    """How our kernels are timed on a device, and how other libraries are."""
     if device == "cuda":
-        measure, measure_peer = seconds_on_gpu, seconds_eager_on_gpu
+        return seconds_on_gpu, seconds_eager_on_gpu
+    return seconds_on_cpu, seconds_on_cpu
+
+
+def make_input(size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """(size, size) standard normal."""
+    return torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
+
+
+def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[tuple[str, ...]]:
+    """Our kernels; see HEADER."""
+    measure, _ = timers(device)
     for size, dtype in itertools.product(sizes, dtypes):
-        x = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
-        copy = 0.0
-        # One after the other: a library that cannot be imported takes none of ours with it.
-        ours = ((case, measure) for case in cases(x))
-        theirs = ((case, measure_peer) for case in peers(x))
-        for case, timer in itertools.chain(ours, theirs):
-            seconds = timer(case, x)
+        x, copy = make_input(size, dtype, device), 0.0
+        for case in cases(x):
+            seconds = measure(case, x)
             copy = copy or seconds
             yield (
                 device,
@@ -203,7 +243,42 @@ def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[t
             )
 
 
+def peer_rows(
+    device: str, sizes: list[int], dtypes: list[torch.dtype]
+) -> Iterator[dict[str, str | float | None]]:
+    """Fake quantization by other libraries, beside a copy and our own in the same process."""
+    measure, measure_peer = timers(device)
+    formats = ("mxfp4", "mxfp8_e4m3")
+    for size, dtype in itertools.product(sizes, dtypes):
+        x = make_input(size, dtype, device)
+        known = {c.name: c for c in cases(x)}
+        copy = measure(known["copy"], x)
+        ours = {f: measure(known[f"fake_quant {f}"], x) for f in formats}
+        head = {"size": str(size), "dtype": str(dtype).removeprefix("torch.")}
+        for library, found in peers(x):
+            named = {} if isinstance(found, str) else {c.name: c for c in found}
+            for f in formats:
+                seconds, reason = None, found if isinstance(found, str) else None
+                if f in named:
+                    try:
+                        seconds = measure_peer(named[f], x)
+                    except Exception as error:  # another library's
+                        reason = why(error)
+                yield {
+                    **head, "library": library, "format": f, "reason": reason,
+                    "ms": seconds and seconds * 1e3, "x_copy": seconds and seconds / copy,
+                    "x_ours": seconds and seconds / ours[f],
+                }  # fmt: skip
+
+
 HEADER = ("device", "size", "dtype", "kernel", "ms", "x copy", "of limit", "GB/s")
+
+
+PEER_HEADER = ("size", "dtype", "library", "format", "ms", "x_copy", "x_ours", "reason")
+
+
+def shown(value: str | float | None) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.2f}"
 
 
 def print_table(header: tuple[str, ...], body: Iterator[tuple[str, ...]]) -> None:
@@ -295,6 +370,9 @@ def main() -> None:
     for device in devices:
         sizes = arguments.sizes or ([4096, 8192] if device == "cuda" else [4096])
         print_table(HEADER, rows(device, sizes, timed))
+        print()
+        body = ([shown(r[k]) for k in PEER_HEADER] for r in peer_rows(device, sizes, timed))
+        print_table(PEER_HEADER, (tuple(row) for row in body))
 
 
 if __name__ == "__main__":
