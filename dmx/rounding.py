@@ -17,12 +17,18 @@ a row, the errors of the block are computed again from its end: e solves U^T e =
 `fake_quant` gives its own results back, so that rounding the result again, by the same format and
 rule, changes no value: exports and loaded files need nothing but the weights.
 
+Quantized inputs X = X' + E lose something, too, which rounding to the original weights cannot mend.
+`correct_inputs` rounds to those that mend it as far as a linear map can: the weights of the least squares
+fit of X' W^T by X,
+
+    W + W C^T H^-1,   C = X^T (X' - X)
+
 Decoder blocks are rounded in their order, each on inputs that come from the rounded blocks before
 it; inside a block, layers in the order in which they run. Layers with one input (q/k/v, gate/up)
 share one Hessian. The inputs are quantized as the assignment says.
 
-Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales
-and the second quantization are ours.
+Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales,
+the second quantization and the correction for inputs are ours.
 """
 
 import json
@@ -48,7 +54,6 @@ from dmx.layers import QuantLinear, apply, quantized_layers, restore
 from dmx.numerics import amax_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 from dmx.progress import progress
-from dmx.quantizers import Quantizer
 from dmx.searching.batches import batches_sha256, list_batches
 from dmx.searching.objective import model_logits
 from dmx.searching.replay import PrefixReplay, decoder_blocks
@@ -69,6 +74,8 @@ class GptqConfig:
     """Share of the mean of the Hessian's diagonal that is added to it; > 0. From the paper."""
     inputs: bool = True
     """Calibrate on quantized inputs, as W+A runs; false = on full-precision inputs, as W runs."""
+    correct_inputs: bool = True
+    """Round to weights that also make good what quantizing the inputs loses."""
     batches: int | None = 32
     """Calibration batches, the first so many; null = all."""
 
@@ -171,16 +178,33 @@ def round_weight(
     return rounded.T.contiguous()
 
 
+def corrected_weight(weight: Tensor, factor: Tensor, cross: Tensor) -> Tensor:
+    """`weight + weight C^T H^-1`: the best weight for inputs that are quantized.
+
+    Args:
+        weight: (out, in) float32. factor: of `inverse_factor`. cross: C, (in, in) float32.
+    """
+    return weight + weight @ cross.T @ factor.T @ factor
+
+
 # ---------------------------------------------------------------- a whole model
 
 
 class _Recorder:
-    """Stands in for the input quantizer of a layer and sums x^T x of what it gives."""
+    """Stands in for the input quantizer of a layer and sums products of what it gets and gives.
 
-    def __init__(self, quantizer: Quantizer | None, layer: QuantLinear) -> None:
-        self.quantizer, self.layer = quantizer, layer
-        width = layer.in_features
-        self.hessian = torch.zeros(width, width, device=layer.weight.device)
+    Attributes:
+        hessian: X^T X of the quantized inputs X, (in, in) float32.
+        cross: X^T (X' - X) with the inputs X' as they were; None unless asked for, or without a
+            quantizer.
+    """
+
+    def __init__(self, layer: QuantLinear, *, with_cross: bool) -> None:
+        self.quantizer = layer.input_quantizer
+        shape, device = (layer.in_features, layer.in_features), layer.weight.device
+        self.hessian = torch.zeros(shape, device=device)
+        needs_cross = with_cross and self.quantizer is not None
+        self.cross = torch.zeros(shape, device=device) if needs_cross else None
 
     @property
     def block_format(self) -> BlockFormat:
@@ -191,6 +215,8 @@ class _Recorder:
         seen = x if self.quantizer is None else self.quantizer(x)
         flat = seen.reshape(-1, seen.shape[-1]).float()
         self.hessian.addmm_(flat.T, flat)
+        if self.cross is not None:
+            self.cross.addmm_(flat.T, x.reshape(flat.shape).float() - flat)
         return seen
 
 
@@ -222,9 +248,10 @@ class _Rounding:
 
     def __init__(
         self, model: nn.Module, assignment: Assignment, batches: Sequence[Tensor],
-        damping: float, folder: Path | None, fingerprint: str,
+        damping: float, correct_inputs: bool, folder: Path | None, fingerprint: str,
     ) -> None:  # fmt: skip
-        self.model, self.assignment, self.damping = model, assignment, damping
+        self.model, self.assignment = model, assignment
+        self.damping, self.correct_inputs = damping, correct_inputs
         device = next(model.parameters()).device
         self.batches = [batch.to(device) for batch in batches]
         self.folder = None if folder is None else folder / STATE_FOLDER
@@ -318,23 +345,24 @@ class _Rounding:
     def _record(
         self, part: dict[str, QuantLinear], stage: "_Stage", then: "_Stage | None",
         runs: Iterable[Callable[[], object]],
-    ) -> list[tuple[list[str], Tensor]]:  # fmt: skip
-        """Run all batches and sum the Hessians of a stage; passes end where the next one begins.
+    ) -> list[tuple[list[str], _Recorder]]:  # fmt: skip
+        """Run all batches and record a stage; passes end where the next one begins.
 
         Returns:
-            Groups of layers that see the same values, and their Hessian.
+            Groups of layers that see the same values, and what was recorded of these.
         """
         groups: dict[Any, list[str]] = {}
         for name in stage.names:
             alone = None if stage.shares_input else name
             groups.setdefault((alone, *_seen_through(part[name])), []).append(name)
         first = [part[names[0]] for names in groups.values()]
-        recorders = [_Recorder(layer.input_quantizer, layer) for layer in first]
+        recorders = [_Recorder(layer, with_cross=self.correct_inputs) for layer in first]
 
         def stop(*_: object) -> None:
             raise _Stop
 
-        later = [] if then is None else then.names
+        # Layers that rest in one batch may come first in another.
+        later = then.names if then is not None and then.shares_input else []
         handles = [part[name].register_forward_pre_hook(stop) for name in later]
         try:
             for layer, recorder in zip(first, recorders, strict=True):
@@ -346,23 +374,23 @@ class _Rounding:
                 layer.input_quantizer = recorder.quantizer
             for handle in handles:
                 handle.remove()
-        return [
-            (names, recorder.hessian)
-            for names, recorder in zip(groups.values(), recorders, strict=True)
-        ]
+        return list(zip(groups.values(), recorders, strict=True))
 
     # --- rounding ------------------------------------------------------------------------------
 
-    def _round(self, part: dict[str, QuantLinear], names: list[str], hessian: Tensor) -> None:
+    def _round(self, part: dict[str, QuantLinear], names: list[str], seen: _Recorder) -> None:
         """Round the layers of one group; those of one format together."""
-        factor = inverse_factor(hessian, self.damping)
+        factor = inverse_factor(seen.hessian, self.damping)
         by_format: dict[BlockFormat, list[str]] = {}
         for name in names:
             by_format.setdefault(self.assignment.block_format(name), []).append(name)
         rule = self.assignment.scale_rule
         for block_format, together in by_format.items():
             weights = [part[name].weight.detach() for name in together]
-            rounded = round_weight(torch.cat(weights), factor, block_format, rule)
+            target = torch.cat(weights).float()
+            if seen.cross is not None:
+                target = corrected_weight(target, factor, seen.cross)
+            rounded = round_weight(target, factor, block_format, rule)
             sizes = [len(weight) for weight in weights]
             for name, weight, own in zip(together, weights, rounded.split(sizes), strict=True):
                 self._set(part, name, StoredWeight.of(own, weight, block_format, rule))
@@ -378,8 +406,8 @@ class _Rounding:
         whole = [_Stage(list(part), shares_input=False)]
         stages = self._stages(part, runs[0]) if one_by_one else whole
         for stage, then in zip_longest(stages, stages[1:]):
-            for names, hessian in self._record(part, stage, then, runs):
-                self._round(part, names, hessian)
+            for names, seen in self._record(part, stage, then, runs):
+                self._round(part, names, seen)
             for name in stage.names:
                 advance(name)
 
@@ -465,6 +493,7 @@ def gptq(
     *,
     damping: float = 0.01,
     inputs: bool = True,
+    correct_inputs: bool = True,
     folder: str | Path | None = None,
 ) -> Assignment:
     """The assignment with weights rounded by GPTQ; formats and bits stay.
@@ -472,8 +501,7 @@ def gptq(
     Args:
         model: that the assignment was made for, without it applied; it is left as it was.
         batches: int64 token ids (batch, length), all of one shape, as for `search`.
-        damping: see `GptqConfig`.
-        inputs: calibrate on quantized inputs (W+A); False: on full-precision inputs (W).
+        damping, inputs, correct_inputs: see `GptqConfig`.
         folder: keeps the state of a stopped run (`rounding_state`), from which the same call goes
             on with the same numbers; it may be deleted afterwards.
 
@@ -493,7 +521,7 @@ def gptq(
         )
     listed = list_batches(batches, model)
     facts = {
-        "name": "gptq", "damping": damping, "inputs": inputs,
+        "name": "gptq", "damping": damping, "inputs": inputs, "correct_inputs": correct_inputs,
         "tokens": sum(b.numel() for b in listed), "batches": len(listed),
         "batches_sha256": batches_sha256(listed),
     }  # fmt: skip
@@ -507,7 +535,10 @@ def gptq(
         _check_no_shared_weights(model)
         # Whatever mode the caller is in, as for `search`.
         with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            rounded = _Rounding(model, assignment, listed, damping, where, fingerprint).run()
+            rounding = _Rounding(
+                model, assignment, listed, damping, correct_inputs, where, fingerprint
+            )
+            rounded = rounding.run()
     finally:
         restore(model)
         for module, training in modes:
