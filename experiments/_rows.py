@@ -181,7 +181,8 @@ class Bench:
         clock, config = Stopwatch(), self.gptq
         rounded = gptq(
             self.model, self._saved(f"{stem}.json", make), self.batches(seed)[: config.batches],
-            damping=config.damping, inputs=config.inputs, folder=self.run.path(f"{stem}.gptq"),
+            damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
+            folder=self.run.path(f"{stem}.gptq"),
         )  # fmt: skip
         facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
         return dataclasses.replace(rounded, rounding=facts)
