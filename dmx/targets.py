@@ -55,7 +55,7 @@ TARGETS: dict[str, Target] = {
         _QUARK_FORMATS,
         (
             Loader("vLLM", _QUARK_FORMATS, True),
-            Loader("transformers + amd-quark", _QUARK_FORMATS - {"mxfp8_e4m3"}),
+            Loader("transformers + amd-quark", _QUARK_FORMATS),
         ),
     ),
     "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),

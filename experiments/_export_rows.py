@@ -1,5 +1,6 @@
 """What the record of an export says: its rows and its facts."""
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,13 @@ from experiments._run import Run
 _OVER = "perplexity_reason", "nll_reason"
 
 
-def export_facts(done: Exported) -> dict[str, Any]:
-    """`export` of the record. `verification` has the losses, the difference and the versions."""
+def export_facts(done: Exported, assignment: Assignment) -> dict[str, Any]:
+    """`export` of the record. `formats` counts layers; `verification` has the losses, the
+    difference and the versions."""
     found = done.verification
     return {
         "target": done.target, "profile": done.profile, "inputs": done.inputs,
-        "input_rule": done.input_rule, "bytes": done.bytes or None,
+        "formats": dict(Counter(assignment.formats.values())), "input_rule": done.input_rule, "bytes": done.bytes or None,
         "verification": None if found is None else found.to_dict(),
     }  # fmt: skip
 

@@ -101,7 +101,11 @@ def main(cfg: DictConfig) -> None:
             loaded.model, assignment, folder, tokenizer=loaded.tokenizer, tokens=tokens,
             max_shard_bytes=int(config.max_shard_gigabytes * 1e9), **target,
         )  # fmt: skip
-        run.facts = {"model": loaded.provenance, "data": {}, "export": export_facts(done)}
+        run.facts = {
+            "model": loaded.provenance,
+            "data": {},
+            "export": export_facts(done, assignment),
+        }
         if text is not None and tokens is not None:
             run.facts["data"] = {"evaluation": {
                 "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),

@@ -423,6 +423,7 @@ def test_targets_follow_formats_and_fused_groups():
     assert loading({q: "mxfp4", k: "mxfp8_e4m3"}) == {
         "assignment.json/dmx",
         "compressed_tensors, profile transformers/transformers",
+        "quark/transformers + amd-quark",
         "torchao/transformers",
     }
     assert "compressed_tensors, profile vllm/vLLM" not in loading(

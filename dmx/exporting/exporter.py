@@ -27,6 +27,7 @@ from dmx.layers import is_applied, stored_weights
 from dmx.models import ModelConfig, load_model, meta_model
 from dmx.stored import StoredWeight
 from dmx.targets import TARGETS, obstacles, split_groups
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform, transformed
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, torchao.LAYOUT)
@@ -98,8 +99,12 @@ def export(
     if isinstance(model, str):
         loaded = load_model(ModelConfig(id=model))
         model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
-    with new_folder(folder) as scratch:
-        # Files with weights hold the rounded ones, which nearest rounding leaves as they are.
+    transform = Transform() if layout is None else Transform.of(assignment)
+    with new_folder(folder) as scratch, transformed(model, transform, assignment.quantized):
+        # Files with weights hold the rotated and rounded ones, which need no transform, and which
+        # nearest rounding leaves as they are.
+        if layout is not None:
+            assignment = replace(assignment, transform=None)
         kept = assignment if layout is None else replace(assignment, rounding=None)
         kept.save(scratch / "assignment.json")
         if layout is None:
@@ -107,7 +112,7 @@ def export(
         else:
             done = _export_model(
                 model, assignment, scratch, layout, profile, inputs, verify, tokenizer, tokens,
-                max_shard_bytes,
+                max_shard_bytes, transform.name,
             )  # fmt: skip
     return Exported(folder, target, profile, inputs, **done)
 
@@ -123,6 +128,7 @@ def _export_names(assignment: Assignment, folder: Path, target: str) -> dict[str
 def _export_model(
     model: nn.Module, assignment: Assignment, folder: Path, layout: Layout, profile: str | None,
     inputs: bool, verified: bool, tokenizer: Any, tokens: Tensor | None, max_shard_bytes: int,
+    transform: str,
 ) -> dict[str, Any]:  # fmt: skip
     parts, plain = _parts(model, assignment, layout)
     metadata = layout.metadata(assignment, inputs, list(plain))
@@ -138,7 +144,8 @@ def _export_model(
     facts = {
         "schema": FACTS_SCHEMA, "target": layout.name, "profile": profile, "inputs": inputs,
         "input_rule": layout.input_rule(assignment) if inputs else None, "bytes": sizes,
-        "rounding": assignment.rounding and dict(assignment.rounding), "head_apart": apart, "verification": None if result is None else result.to_dict(),
+        "transform": transform, "rounding": assignment.rounding and dict(assignment.rounding), "head_apart": apart,
+        "verification": None if result is None else result.to_dict(),
     }  # fmt: skip
     write_json(folder / FACTS_FILE, facts)
     write_text(folder / "README.md", model_card(assignment, facts))
@@ -187,6 +194,7 @@ def check_export(
         if verify:
             check_packages(layout)
     _check_model(model, assignment)
+    _check_transform(assignment, target)
     if layout is not None:
         parts, _ = _parts(model, assignment, layout)
         check_disk_space(folder.parent, parts)
@@ -245,12 +253,28 @@ def _choose_profile(assignment: Assignment, target: str, profile: str | None) ->
 def _check_model(model: nn.Module, assignment: Assignment) -> None:
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
-    if assignment.transform is not None:
-        raise FormatError(
-            f"the assignment needs {assignment.transform}, which this version cannot export; search "
-            "again without a transform"
-        )
     assignment.check(model)
+
+
+def _check_transform(assignment: Assignment, target: str) -> None:
+    """Raise FormatError for what a target cannot hold: only folded weights are like any others."""
+    name = (assignment.transform or {}).get("name")
+    if name is None or target == "assignment":
+        return
+    layers = assignment.quantized
+    where = f"{len(layers)} layers, first {layers[0]}"
+    if target in RECIPES:
+        raise FormatError(
+            f"target={target} names formats for the weights as they are, and these were chosen for "
+            f"weights rotated by transform {name} ({where}). Use a target with weights, or search "
+            "again with search.transform=none."
+        )
+    if name in RUN_TIME_TRANSFORMS:
+        raise FormatError(
+            f"target={target} cannot rotate inputs at run time, which transform {name} needs "
+            f"({where}). Use target=assignment for this project, or search again with "
+            "search.transform=hadamard_full, which is folded into the weights, or none."
+        )
 
 
 # ---------------------------------------------------------------- what is written

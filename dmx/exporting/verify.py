@@ -204,13 +204,17 @@ def _load_elsewhere(
 
 def _run(command: list[str], folder: str) -> str | None:
     """Run to the end; None, or what it said when it failed."""
-    # amd-quark compiles its kernels once and looks for ninja, which pip puts beside python.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    environment = {**os.environ, "PATH": path}
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=folder, env=environment, check=False
+        command, capture_output=True, text=True, cwd=folder, env=environment(), check=False
     )
     return done.stderr if done.returncode else None
+
+
+def environment() -> dict[str, str]:
+    """Of the fresh process: amd-quark compiles its kernels once and looks for ninja, which pip puts
+    beside python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, "PATH": path}
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """Mixed assignments, and the loaders of other projects in this process where that is enough."""
 
-import contextlib
+import ast
 import importlib.util
-import io
-import traceback
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -35,16 +35,42 @@ def needs(package):
     )
 
 
+_WORKER = """
+import runpy, sys, traceback
+load = runpy.run_path(sys.argv[1])["main"]
+for line in sys.stdin:
+    try:
+        load(line.strip())
+        said = ""
+    except Exception:
+        said = traceback.format_exc()
+    print("done", repr(said), flush=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def _loader():
+    """A fresh process that knows nothing of dmx, and loads one folder after another: what a
+    loader's package takes to import (amd-quark twenty seconds) is paid once."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", _WORKER, _fresh_load.__file__],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        cwd="/", env=verify.environment(),
+    )  # fmt: skip
+    yield process
+    process.kill()
+    process.communicate()
+
+
 @pytest.fixture
-def loaded_here(monkeypatch):
-    """Loaders run in this process: their packages are imported once, not for every folder."""
+def loaded_apart(monkeypatch, _loader):
+    """Exports of this test are verified in `_loader`'s process instead of one each."""
 
     def run(command, folder):
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                _fresh_load.main(command[-1])
-        except Exception:
-            return traceback.format_exc()
-        return None
+        print(command[-1], file=_loader.stdin, flush=True)
+        for line in _loader.stdout:
+            if line.startswith("done "):
+                return ast.literal_eval(line.removeprefix("done ")) or None
+        raise AssertionError("the loader's process died")
 
     monkeypatch.setattr(verify, "_run", run)

@@ -43,7 +43,7 @@ def record(folder):
 
 
 @needs("compressed-tensors")
-def test_an_export_leaves_its_files_and_a_record(run, make_tiny, tmp_path, loaded_here):
+def test_an_export_leaves_its_files_and_a_record(run, make_tiny, tmp_path, loaded_apart):
     path = mixed(make_tiny("llama").model, VLLM).save(tmp_path / "a.json")
     settings = f"assignment={path}", "target=compressed_tensors", "windows=2", "window=48"
     code, out, _ = run(export, *settings)

@@ -16,6 +16,7 @@ from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from dmx.layers import quantized_layers
 from dmx.quantizers import BlockQuantizer
+from dmx.targets import TARGETS
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
@@ -55,7 +56,7 @@ def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
 @needs("compressed-tensors")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compressed_tensors_equals_the_fake_quantized_model(
-    architecture, make_tiny, tmp_path, loaded_here
+    architecture, make_tiny, tmp_path, loaded_apart
 ):
     loaded = make_tiny(architecture, dtype="bfloat16")
     for name, formats, units in (
@@ -68,7 +69,7 @@ def test_compressed_tensors_equals_the_fake_quantized_model(
 
 @needs("compressed-tensors")
 def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
-    make_tiny, tmp_path, loaded_here
+    make_tiny, tmp_path, loaded_apart
 ):
     loaded = make_tiny("qwen3", dtype="bfloat16")
     assignment = mixed(loaded.model, VLLM)
@@ -92,15 +93,31 @@ def test_torchao_loads_all_five_formats_in_a_fresh_process(make_tiny, tmp_path):
     assert done.verification.equal  # inputs included: its FLOOR is our floor
 
 
+@needs("torchao")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_torchao_equals_the_fake_quantized_model(architecture, make_tiny, tmp_path, loaded_apart):
+    loaded = make_tiny(architecture, dtype="bfloat16")
+    assignment = mixed(loaded.model, HELD["torchao"])
+    done = export(loaded.model, assignment, tmp_path / "out", "torchao", inputs=True)
+    assert done.verification.equal
+
+
 @needs("amd-quark")
-@pytest.mark.slow  # amd-quark takes twenty seconds to import
-def test_quark_equals_the_fake_quantized_model(make_tiny, tmp_path, loaded_here):
-    for architecture in ARCHITECTURES:
-        loaded = make_tiny(architecture, dtype="bfloat16")
-        assignment = mixed(loaded.model, HELD["quark"])
-        folder = tmp_path / architecture
-        assert export(loaded.model, assignment, folder, "quark").verification.equal
-    found = export(loaded.model, assignment, tmp_path / "inputs", "quark", inputs=True).verification
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quark_equals_the_fake_quantized_model(architecture, make_tiny, tmp_path, loaded_apart):
+    loaded = make_tiny(architecture, dtype="bfloat16")
+    assignment = mixed(loaded.model, HELD["quark"])
+    done = export(loaded.model, assignment, tmp_path / "out", "quark")
+    assert done.verification.equal and "mxfp8_e4m3" in assignment.formats.values()
+    loader = next(x for x in TARGETS["quark"].loaders if x.name == "transformers + amd-quark")
+    assert loader.formats == set(map(str, HELD["quark"]))  # what the table says was just loaded
+
+
+@needs("amd-quark")
+def test_inputs_quantized_by_quark_differ_little(make_tiny, tmp_path, loaded_apart):
+    model = make_tiny("qwen3", dtype="bfloat16").model
+    assignment = mixed(model, HELD["quark"])
+    found = export(model, assignment, tmp_path / "out", "quark", inputs=True).verification
     assert not found.equal and found.max_difference < 0.1 and found.kl < 1e-4
 
 
@@ -257,7 +274,7 @@ def test_bf16_layers_of_an_assignment_stay_in_bf16(make_tiny, tmp_path):
 
 
 @needs("compressed-tensors")
-def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_here):
+def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_apart):
     model = make_tiny("llama", dtype="bfloat16").model
     assignment = mixed(model, VLLM)
     done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
@@ -269,7 +286,7 @@ def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_here):
 
 @needs("compressed-tensors")
 def test_the_rule_recorded_for_compressed_tensors_is_all_the_difference(
-    make_tiny, tmp_path, loaded_here
+    make_tiny, tmp_path, loaded_apart
 ):
     """With inputs by `even`, as its rule is for MXFP4, our model equals the loaded one."""
     model = make_tiny("llama", dtype="bfloat16").model

@@ -132,7 +132,7 @@ def _flipped_scales(layout):
 @needs("compressed-tensors")
 @pytest.mark.parametrize("step", [_catch_all, _no_status, _swapped_nibbles, _flipped_scales])
 def test_stepping_into_a_trap_is_found_by_loading(
-    step, make_tiny, tmp_path, loaded_here, monkeypatch
+    step, make_tiny, tmp_path, loaded_apart, monkeypatch
 ):
     model = make_tiny("llama", dtype="bfloat16").model
     assignment = mixed(model, VLLM)
@@ -191,7 +191,7 @@ def test_tied_embeddings_are_written_once_and_never_quantized(make_tiny, tmp_pat
 @needs("compressed-tensors")
 @pytest.mark.parametrize("architecture", ["smollm2", "llama"])  # tied, and not
 def test_a_quantized_head_leaves_the_embedding_as_it_is(
-    architecture, make_tiny, tmp_path, loaded_here
+    architecture, make_tiny, tmp_path, loaded_apart
 ):
     model = make_tiny(architecture, dtype="bfloat16").model
     assignment = mixed(model, VLLM, include_lm_head=True)
