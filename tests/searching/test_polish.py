@@ -120,9 +120,7 @@ def test_reused_prefixes_and_stacked_passes_change_no_measurement(tiny, monkeypa
 
 @pytest.mark.parametrize("unit", ["element_bits", "bits_per_element"])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "name", ["random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable"]
-)
+@pytest.mark.parametrize("name", ["random", "kl_per_bit", "fisher", "differentiable"])
 def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, unit, tiny):
     model, tokens = tiny
     for rounds, (units, weighting) in enumerate(
@@ -210,7 +208,7 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, tiny, tmp_path
     """In the search, before the first round, while measuring, while verifying, at the end."""
     model, tokens = tiny
     config = SearchConfig(
-        name=name, polish_rounds=5, units="layer", steps=6, raw_start=1.0, checkpoint_every=2,
+        name=name, polish_rounds=3, steps=6, raw_start=1.0, checkpoint_every=2,
         evaluate_every=6,
     )  # fmt: skip
     calls = itertools.count()
@@ -220,7 +218,7 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, tiny, tmp_path
     files = {LOG_FILE, "history.jsonl"} if name == "differentiable" else {LOG_FILE}
     n_calls = next(calls)
     assert len(whole.polish) >= 3
-    for after in sorted({2, *np.linspace(0, n_calls - 1, 9).astype(int).tolist()}):
+    for after in sorted({2, *np.linspace(0, n_calls - 1, 5).astype(int).tolist()}):
         folder = tmp_path / f"died-{after}"
         polish_and_die(model, tokens, config, folder, after)
         resumed = dmx.search(model, tokens, Budget(4.8), config, folder=folder)

@@ -26,7 +26,8 @@ generator = torch.Generator().manual_seed(0)
 batches = [torch.randint(0, 288, (4, 32), generator=generator) for _ in range(3)]
 for objective in ("cross_entropy", "kl"):
     config = dmx.SearchConfig(
-        steps=12, raw_start=1.0, evaluate_every=4, checkpoint_every=5, objective=objective
+        steps=12, raw_start=1.0, evaluate_every=4, checkpoint_every=5, objective=objective,
+        polish_rounds=2,
     )
     folder = sys.argv[1] + "/" + objective
     dmx.search(model, batches, dmx.Budget(5.0), config, folder=folder)
@@ -75,6 +76,13 @@ def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
             np.load(tmp_path / n / objective / "offsets.npz")["raw"] for n in ("one", "two")
         )
         np.testing.assert_allclose(two, one, rtol=0, atol=1e-4)
+        rounds = [
+            [json.loads(r) for r in (tmp_path / n / objective / "polish.jsonl").open()]
+            for n in ("one", "two")
+        ]
+        for a, b in zip(*rounds, strict=True):
+            assert b.pop("kl") == pytest.approx(a.pop("kl"), rel=1e-3)
+            assert a == b
         assert np.abs(np.diff(one, axis=0)).max() > 0.01  # something moved
 
 
