@@ -24,6 +24,7 @@ from dmx.models import ModelConfig
 from dmx.rounding import ROUNDINGS, GptqConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
+from dmx.transforms.stage import TRANSFORMS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPERANDS = ("W+A", "W")
@@ -239,11 +240,23 @@ class EvaluateRun:
     assignments: list[str]
     """Paths of assignment.json files, of exported folders, of other tools' configs; or names of MX
     formats for uniform ones; or bf16."""
+    transform: str
+    """none | hadamard_block | hadamard_full | learned, of uniform formats; an assignment.json has its
+    own."""
+    transform_file: str | None
+    """transform=learned: path of a transform.safetensors."""
     safety: str
     """off | calibrated: mor's safety net around every given assignment, as a row of its own."""
     run: RunConfig
 
     def __post_init__(self) -> None:
+        check_choice(self.transform, TRANSFORMS, "transform")
+        if (self.transform == "learned") != (self.transform_file is not None):
+            raise ConfigError(
+                f"transform={self.transform} with transform_file={self.transform_file}: learned "
+                "rotations need the file that a search wrote, others take none. Set "
+                "transform=learned transform_file=path/to/transform.safetensors"
+            )
         check_choice(self.safety, SAFETY, "safety")
         if not self.assignments:
             names = ", ".join(map(str, MX_FORMATS))

@@ -77,7 +77,7 @@ def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
     """dMX against the best of the searches other than `kl` at its budget."""
     others = [
         g for g in groups
-        if g.budget == group.budget and g.operands == group.operands
+        if (g.budget, g.operands, g.transform) == (group.budget, group.operands, group.transform)
         and g.search not in ("differentiable", "kl", "uniform", None) and g.statistic("nll").mean is
         not None
     ]  # fmt: skip

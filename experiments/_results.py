@@ -48,6 +48,8 @@ class Group:
     operands: str | None
     """"W" or "W+A" where the record says it."""
     rows: tuple[Row, ...]
+    transform: str | None = None
+    """Searches are compared with those of the same transform."""
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ def group_rows(results: Iterable[Row]) -> list[Group]:
             (float(budget["limit"]), str(budget["unit"])) if budget else None,
             row.get("operands"),
             rows=(),
+            transform=(row.get("transform") or {}).get("name"),
         )
         grouped.setdefault(key, []).append(row)
     return [replace(key, rows=tuple(rows)) for key, rows in grouped.items()]
@@ -221,9 +224,13 @@ def _seed_variance(group: Group) -> float:
 def reference_of(group: Group, groups: Sequence[Group], search: str = "kl") -> Group | str:
     """The group of `search` that `group` is compared with, or the reason why there is none.
 
-    Same operands and same budget; a group without a budget takes the only one there is.
+    Same operands, transform and budget; a group without a budget takes the only one there is.
     """
-    candidates = [g for g in groups if g.search == search and g.operands == group.operands]
+    candidates = [
+        g
+        for g in groups
+        if (g.search, g.operands, g.transform) == (search, group.operands, group.transform)
+    ]
     if group.budget:
         candidates = [g for g in candidates if g.budget == group.budget]
     if not candidates:

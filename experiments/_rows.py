@@ -211,7 +211,10 @@ class Bench:
         kind = found.get("name")
         if found.get("polish_rounds") and kind != "differentiable":
             kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
+        transform = None if assignment is None else assignment.transform
         rounding = None if assignment is None else assignment.rounding
+        if transform is not None:
+            label = f"{label} + {transform['name'].replace('_', ' ')}"
         if rounding is not None:
             # What rounding gains is not the search's.
             label, kind = f"{label} + {rounding['name']}", f"{kind}+{rounding['name']}"
@@ -225,6 +228,7 @@ class Bench:
         )  # fmt: skip
         row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
         row["safety"] = None if net is None else net.report()
+        row["transform"] = None if transform is None else dict(transform)
         row["rounding"] = None if rounding is None else dict(rounding)
         return row | measure_zero_shot(
             self.run, self.model, self.tokenizer, self.measured, assignment, operands, label=label,

@@ -10,6 +10,7 @@
 """
 
 import csv
+import dataclasses
 import io
 import itertools
 from pathlib import Path
@@ -27,6 +28,7 @@ from dmx.formats import MX_FORMATS
 from dmx.models import meta_model
 from dmx.searching import search_space
 from dmx.searching.ablation import unit_ablation
+from dmx.transforms.stage import Transform, transformed
 from experiments._collect import collect_runs
 from experiments._config import CompareRun, build_root
 from experiments._rows import Bench, check_windows
@@ -73,8 +75,11 @@ def _fill(bench: Bench, config: CompareRun) -> None:
     if "bf16" in config.baselines:
         bench.unquantized()
     if "uniform" in config.baselines:
+        uniform = config.search
+        if uniform.learns_rotation:  # by each search anew; uniform rows have what they start from
+            uniform = dataclasses.replace(uniform, transform="hadamard_block")
         for block_format in MX_FORMATS:
-            bench.uniform(block_format, config.search)
+            bench.uniform(block_format, uniform)
     # Seeds outermost: a run that is stopped early then still compares all methods on one seed.
     for seed, limit, name in itertools.product(
         range(config.seeds), config.budgets, config.searches
@@ -109,9 +114,9 @@ def _print_ablation(bench: Bench, config: CompareRun, assignment: Assignment) ->
             f"({', '.join(names)}) with search.units={config.search.units}. Set them as they were "
             "when it was searched."
         ) from error
-    rows = unit_ablation(
-        bench.model, bench.batches(0)[: config.search.score_batches], space, choice, config.search
-    )
+    batches = bench.batches(0)[: config.search.score_batches]
+    with transformed(bench.model, Transform.of(assignment), assignment.quantized):
+        rows = unit_ablation(bench.model, batches, space, choice, config.search)
     write_json(bench.run.path("ablation.json"), rows)
     table = Table(
         "unit", "format", "lowered: loss rises by", "raised: loss falls by", title="nats/token"

@@ -4,13 +4,14 @@
         data=wikitext2 eval=zero_shot safety=calibrated
     python -m experiments.evaluate evaluation.operands=[W] \
         "assignments=[outputs/run/assignment.json,exported,other_tool/quantize_config.json]"
+    python -m experiments.evaluate "assignments=[bf16,mxfp4,mxfp6]" transform=hadamard_block
 """
 
 from omegaconf import DictConfig
 
 from dmx.formats import BF16
 from dmx.models import meta_model
-from dmx.searching import SearchConfig
+from dmx.searching import SearchConfig, search_space
 from experiments._config import EvaluateRun, build_root
 from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
@@ -22,9 +23,13 @@ def main(cfg: DictConfig) -> None:
     config = build_root(EvaluateRun, cfg)
     # Read every file before anything is loaded: a damaged one must show at once.
     sources = [read_source(name, "assignments") for name in config.assignments]
+    uniform = SearchConfig(
+        name="uniform", transform=config.transform, transform_file=config.transform_file
+    )
     calibration = config.calibration if config.safety != "off" else None
     meta = meta_model(config.model)
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
+    search_space(meta, uniform)  # a transform file is read, and refused, before weights load
     check_files_dtype(sources, config.model)
     given = {i: s.on(meta) for i, s in enumerate(sources) if s.uniform is None}
     with Run(cfg, config.run, "evaluate") as run:
@@ -38,7 +43,7 @@ def main(cfg: DictConfig) -> None:
             if source.uniform is BF16:
                 bench.unquantized()
             elif source.uniform is not None:
-                bench.uniform(source.uniform, SearchConfig(name="uniform"))
+                bench.uniform(source.uniform, uniform)
             else:
                 assignment = given[index]
                 with bench.weights_of(source.files):

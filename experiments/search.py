@@ -34,13 +34,21 @@ def main(cfg: DictConfig) -> float | None:
         )  # fmt: skip
         if "bf16" in config.baselines:
             bench.unquantized()
+        search = config.search
+        if search.learns_rotation:
+            # First, so that all rows have the rotations that it learns.
+            bench.searched(search, config.budget, name="assignment")
+            search = dataclasses.replace(
+                search, transform_file=str(run.path("transform.safetensors"))
+            )
         if "uniform" in config.baselines:
             for block_format in MX_FORMATS:
-                bench.uniform(block_format, config.search)
+                bench.uniform(block_format, search)
         if "kl" in config.baselines and config.search.name != "kl":
-            opponent = dataclasses.replace(config.search, name="kl", polish_rounds=0)
+            opponent = dataclasses.replace(search, name="kl", polish_rounds=0)
             bench.searched(opponent, config.budget, name="kl")
-        bench.searched(config.search, config.budget, name="assignment")
+        if not config.search.learns_rotation:
+            bench.searched(config.search, config.budget, name="assignment")
         if config.search.name == "differentiable":
             found = Assignment.load(run.path("assignment.json")).search
             run.actual["search"] = {k: found[k] for k in ("steps", "cuda_graph") if k in found}

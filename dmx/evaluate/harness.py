@@ -402,8 +402,9 @@ def _longest_input(model: nn.Module) -> int:
 
 
 def quantization(model: nn.Module) -> dict[str, list[str | None]] | None:
-    """layer -> [weight quantizer, input quantizer] of the assignment that is applied; {} without
-    one, None where a quantizer is not one of dmx alone (guarded by another package)."""
+    """layer -> [weight quantizer, input quantizer] of the assignment that is applied, and its input
+    transform where there is one; {} without an assignment, None where a quantizer is not one of dmx
+    alone (guarded by another package)."""
     found: dict[str, list[str | None]] = {}
     for name, layer in quantized_layers(model).items():
         texts: list[str | None] = []
@@ -416,6 +417,8 @@ def quantization(model: nn.Module) -> dict[str, list[str | None]] | None:
                 texts.append(f"{quantizer.block_format} stored {quantizer.digest}")
             else:
                 return None
+        if layer.input_transform is not None:
+            texts.append(layer.input_transform.digest)
         found[name] = texts
     return found
 

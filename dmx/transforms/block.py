@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
 from dmx.swap import adopt
 from dmx.transforms.hadamard import hadamard_matrix
@@ -55,6 +56,11 @@ class BlockRotation:
             with torch.inference_mode(False), torch.no_grad():
                 self._copies[key] = self.matrix.to(x.device, x.dtype)
         return rotate(x, self._copies[key])
+
+    @property
+    def digest(self) -> str:
+        """Tells rotations apart."""
+        return sha256(self.matrix.cpu().numpy().tobytes())
 
     @torch.no_grad()
     def of_weight(self, weight: Tensor) -> Tensor:
