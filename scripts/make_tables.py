@@ -84,11 +84,68 @@ def conditions(record: dict[str, Any]) -> str:
     return "\n".join(f"- {p.strip()}" for p in parts)
 
 
+EXPORT_HEAD = (
+    "| model | target | layers a format | inputs | element_bits | quantized bytes | fake-quantized | files "
+    "| logits | largest difference | KL, nats/token |\n|---|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def export_line(record: dict[str, Any]) -> str:
+    """One export: perplexity of the model in memory and of the files, as the loader measured it."""
+    facts, (memory, files) = record["export"], record["results"]
+    found = facts["verification"]
+    profile = f", {facts['profile']}" if facts["profile"] else ""
+    formats = ", ".join(f"{count} {name}" for name, count in sorted(facts["formats"].items()))
+    cells = [
+        record["model"]["id"], facts["target"] + profile, formats,
+        "by the loader" if facts["inputs"] else "no", f"{memory['element_bits']:.4f}",
+        f"{facts['bytes']['quantized_bytes']:,}", memory["perplexity"], files["perplexity"],
+        "equal" if found["equal"] else "differ", f"{found['max_difference']:.4g}",
+        f"{found['kl']:.3g}",
+    ]  # fmt: skip
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def export_page(records: list[dict[str, Any]]) -> str:
+    """docs/results/export.md."""
+    records = sorted(
+        records, key=lambda r: (-r["data"]["evaluation"]["tokens"], r["model"]["id"], r["started"])
+    )
+    lines = []
+    for record in records:
+        model, text = record["model"], record["data"]["evaluation"]
+        lines += [
+            f"{model['id']}: {(model['note'] or '').strip()} Text: {text['name']}, {text['windows']} "
+            f"windows of {text['window']} tokens. Device: {record['device']['name']}."
+        ]
+    versions: dict[str, str] = {}
+    rules: dict[str, str] = {}
+    for record in records:
+        facts = record["export"]
+        versions |= facts["verification"]["versions"]
+        if facts["input_rule"]:
+            rules[facts["target"]] = facts["input_rule"]
+    return "\n".join([
+        "# export", "",
+        "Exported, loaded by the target's own loader in a fresh process, and measured there; formats "
+        "drawn by chance, so perplexities say nothing of quality. Weights only, or with inputs that "
+        "the loader quantizes by its own rule.", "",
+        EXPORT_HEAD, *map(export_line, records), "",
+        *(f"- {line}" for line in dict.fromkeys(lines)),
+        f"- Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; "
+        f"{max(r['finished'] for r in records)[:10]}.",
+        *(f"- Inputs, {target}: {rule}." for target, rule in sorted(rules.items())),
+    ]) + "\n"  # fmt: skip
+
+
 def outputs() -> dict[Path, str | bytes]:
     """Path -> content of everything that the records give."""
     made: dict[Path, str | bytes] = {}
+    exports = []
     for path in sorted(RECORDS.glob("*.json")):
         record = json.loads(path.read_text())
+        if record.get("command") == "export":
+            exports.append(record)
         if record.get("schema") != "dmx.record/1" or record["command"] not in (
             "compare",
             "evaluate",
@@ -109,6 +166,8 @@ def outputs() -> dict[Path, str | bytes]:
             made[readme] = (
                 f"{before}{START}\n\n{table(record)}\n\n{conditions(record)}\n\n{END}{after}"
             )
+    if exports:
+        made[RESULTS / "export.md"] = export_page(exports)
     return made
 
 

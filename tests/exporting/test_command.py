@@ -213,6 +213,17 @@ def test_another_tools_config_is_measured_by_name(measure, make_tiny, tmp_path):
     assert theirs["bits_per_element"] == ours["bits_per_element"]
 
 
+def test_another_tools_config_is_exported_as_ours(run, make_tiny, tmp_path):
+    model = make_tiny("llama").model
+    assignment = mixed(model, VLLM)
+    dmx.export(model, assignment, tmp_path / "recipe", target="auto_round")
+    config = tmp_path / "layers.json"
+    config.write_text((tmp_path / "recipe" / "layer_config.json").read_text())
+    assert run(export, f"assignment={config}", "target=quark", "verify=false")[0] == 0
+    back = dmx.load_exported(tmp_path / "run" / "model").assignment
+    assert dict(back.formats) == dict(assignment.formats)
+
+
 def test_configs_that_cannot_be_measured_are_refused(measure, tmp_path):
     config = tmp_path / "c.json"
     for body, words in (

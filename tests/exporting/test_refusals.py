@@ -2,6 +2,8 @@
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 
 import numpy as np
@@ -79,6 +81,35 @@ def test_a_disk_that_fills_up_leaves_nothing(case, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="No space left on device"):
         export()
     assert not list(tmp_path.iterdir())
+
+
+_STARTS_AND_STAYS = """
+import sys, time
+from pathlib import Path
+from dmx.exporting.writing import new_folder
+with new_folder(Path(sys.argv[1])) as scratch:
+    (scratch / "half").write_text("half-written")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_export_left_goes_with_the_next_and_a_live_one_stays(case, tmp_path):
+    _, export = case
+    command = [sys.executable, "-c", _STARTS_AND_STAYS, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "writing\n"
+        (scratch,) = tmp_path.iterdir()
+        try:
+            export(folder=tmp_path / "other")
+            assert (scratch / "half").exists()
+            export()  # beside one that is still at it
+            assert (scratch / "half").exists() and (tmp_path / "out" / "config.json").exists()
+        finally:
+            process.kill()
+    shutil.rmtree(tmp_path / "out")
+    export()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]
 
 
 def test_in_features_no_multiple_of_32(case):

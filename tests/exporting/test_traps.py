@@ -243,7 +243,30 @@ def test_mxfp6_inputs_are_refused_for_compressed_tensors(make_tiny, tmp_path):
     assert bits == {(4, 8), (6, 8)}
 
 
-def test_torchao_has_no_weight_only_product(make_tiny, tmp_path):
+def test_torchao_with_weights_alone_is_refused(make_tiny, tmp_path):
     model = make_tiny("llama").model
     with pytest.raises(FormatError, match=r"needs inputs=true"):
         exported(model, mixed(model, (MXFP8_E4M3,)), tmp_path / "out", "torchao")
+
+
+@needs("torchao")
+@pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float4_e2m1fn_x2, "fp6_e2m3"])
+def test_torchao_has_no_product_of_mx_weights_and_plain_inputs(element):
+    """Why weights alone are refused. Fails when torchao learns it: then it can be supported."""
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.quantization.quantize_.common import KernelPreference
+
+    x, bias = torch.randn(4, 64).bfloat16(), torch.zeros(64).bfloat16()
+    for preference in KernelPreference:
+        weight = MXTensor.to_mx(
+            torch.randn(64, 64).bfloat16(), element, 32, ScaleCalculationMode.FLOOR, preference,
+            act_quant_kwargs=None,
+        )  # fmt: skip
+        for product in (
+            lambda w: torch.nn.functional.linear(x, w),
+            lambda w: x @ w.t(),
+            lambda w: torch.addmm(bias, x, w.t()),
+        ):
+            with pytest.raises(AssertionError, match="weight-only quant not yet supported"):
+                product(weight)
