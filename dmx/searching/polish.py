@@ -275,7 +275,8 @@ class Polish:
                 self.model, bank, self.space, self.batches[0].to(self.device)
             )
             if not self.rows:
-                self._log(self.divergence(self.choice, bank), 0, 0, self.clock.seconds)
+                since = self.clock.seconds
+                self._log(self.divergence(self.choice, bank), 0, 0, since)
                 self.save()
             while not self.is_finished and len(self.rows) <= asked:
                 self.take_round(bank, disturbances, advance)
