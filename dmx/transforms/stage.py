@@ -118,6 +118,7 @@ class Transform:
 
     # --- doing it ------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # Parameters made in it could not serve a later pass with gradients
     def install(self, model: nn.Module, layers: Iterable[str]) -> Callable[[], None]:
         """Transform a model in place.
 
@@ -134,12 +135,15 @@ class Transform:
             return lambda: None
         if self.name == "hadamard_full":
             return rotate_residual(model, block_size=self.residual_block)
-        rotated = set(layers)
+        inputs = {name: fused_group(name) if self.name == "learned" else "" for name in layers}
+        rotations: dict[str, BlockRotation] = {}
 
         def make(name: str, linear: nn.Linear) -> nn.Linear | None:
-            if name not in rotated:
+            if name not in inputs:
                 return None
-            rotation = BlockRotation(self.rotation(name))
+            if inputs[name] not in rotations:  # one for all layers that share it
+                rotations[inputs[name]] = BlockRotation(self.rotation(name))
+            rotation = rotations[inputs[name]]
             weight = nn.Parameter(rotation.of_weight(linear.weight), linear.weight.requires_grad)
             return RotatedLinear.wrap(linear, rotation, weight)
 
