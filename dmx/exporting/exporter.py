@@ -5,6 +5,7 @@ a folder that exists is whole. Weights are quantized from bf16, one layer in mem
 """
 
 import json
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -177,27 +178,33 @@ def check_export(
     Returns:
         The profile that it will have.
     """
+    profile = check_target(assignment, target=target, profile=profile, inputs=inputs, verify=verify)
+    _check_model(model, assignment)
+    if target in LAYOUTS:
+        parts, _ = _parts(model, assignment, LAYOUTS[target])
+        check_disk_space(folder.parent, parts)
+    return profile
+
+
+def check_target(
+    assignment: Assignment, *, target: str, profile: str | None, inputs: bool, verify: bool
+) -> str | None:
+    """The part of `check_export` that needs no model: whether the target holds the assignment."""
     check_choice(target, EXPORT_TARGETS, "target")
     profile = _choose_profile(assignment, target, profile)
     layout = LAYOUTS.get(target)
-    if layout is None:
-        if inputs:
-            raise FormatError(
-                f"inputs=true: target={target} writes names alone, and its tool decides on inputs. "
-                "Leave inputs out."
-            )
-        if target in RECIPES:
-            recipe_text(assignment, target)
-    else:
+    if layout is not None:
         check_holds(assignment, target, profile)
         layout.check(assignment, inputs)
         if verify:
             check_packages(layout)
-    _check_model(model, assignment)
-    _check_transform(assignment, target)
-    if layout is not None:
-        parts, _ = _parts(model, assignment, layout)
-        check_disk_space(folder.parent, parts)
+    elif inputs:
+        raise FormatError(
+            f"inputs=true: target={target} writes names alone, and its tool decides on inputs. "
+            "Leave inputs out."
+        )
+    elif target in RECIPES:
+        recipe_text(assignment, target)
     return profile
 
 
