@@ -72,7 +72,8 @@ class SearchConfig:
     """Rounds of the discrete polish after any search but uniform, at most; 0 = none. A round costs
     about a kl scan of `polish_batches`."""
     polish_batches: int | None = None
-    """Batches that the polish measures on: the first so many; null = 8, or all if there are fewer."""
+    """Batches that the polish measures on: the first so many; null = 8, or half of fewer than 16. Up
+    to twice as many of the others verify what it proposes; where none is left, the same ones do."""
 
     steps: int = 400
     """> 0; one batch a step."""

@@ -14,6 +14,10 @@ few changes of a handful of units are tried one after the other. A proposal cost
 the batches against one for each unit that a measurement takes. The polish ends when no proposal is
 better, or after `polish_rounds`.
 
+The best of many noisy measurements is partly the luckiest: on 512 tokens, proposals for 210 layers that
+lowered the KL of those tokens by 6 % raised that of others by as much. So proposals are verified on
+calibration batches that nothing was measured on, which are cheap to add, and luck is turned down.
+
 Scans of the unquantized model (`heuristics`) measure each unit alone; here it is measured beside the
 errors of all others, which is what counts at the end.
 """
@@ -42,7 +46,9 @@ from dmx.searching.replay import STACKED_LOGITS, Change, Disturbances, quick_att
 STATE_FILE = "polish_state.json"
 LOG_FILE = "polish.jsonl"
 DEFAULT_BATCHES = 8
-"""`polish_batches: null` takes so many at most: 32,768 tokens of the default calibration."""
+"""`polish_batches: null` measures on so many at most: 32,768 tokens of the default calibration."""
+JUDGES = 2
+"""Batches that verify, at most, for each that measures."""
 FIRST_SHARE = 4
 """The first trust region is the units divided by this."""
 HANDFUL = 4
@@ -80,8 +86,10 @@ class Polish:
         self.folder, self.fingerprint, self.clock = folder, fingerprint, clock
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
-        count = config.polish_batches or DEFAULT_BATCHES
-        self.batches = [self.processes.own_rows(b) for b in batches[:count]]
+        count = config.polish_batches or max(1, min(DEFAULT_BATCHES, len(batches) // 2))
+        self.batches = [self.processes.own_rows(b) for b in batches[: (1 + JUDGES) * count]]
+        self.measuring = range(count)
+        self.judging = range(count, len(self.batches)) or self.measuring
         self.start = np.array(start, dtype=np.int64)
         self.choice = self.start.copy()
         self.size = max(2, len(space.units) // FIRST_SHARE)
@@ -108,30 +116,30 @@ class Polish:
             self._references[index] = divergence
         return divergence
 
-    def _token_mean(self, sums: Tensor) -> np.ndarray:
-        tokens = sum(b.numel() for b in self.batches)
-        values: np.ndarray = self.processes.mean(sums / tokens).cpu().numpy()
+    def _token_mean(self, sums: Tensor, n_batches: int) -> np.ndarray:
+        values = self.processes.mean(sums / (n_batches * self.batches[0].numel())).cpu().numpy()
         if not np.isfinite(values).all():
             raise RunError(
                 "search.polish_rounds: a KL is not finite: the quantized model gives NaN or Inf on "
                 "the calibration data. Search in bfloat16 or float32, or look at the data."
             )
-        return values
+        found: np.ndarray = values
+        return found
 
     def divergence(self, choice: np.ndarray, bank: Bank) -> float:
-        """KL(full precision, quantized) of a choice, nats/token."""
+        """KL(full precision, quantized) of a choice on the judging batches, nats/token."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for index, batch in enumerate(self.batches):
+        for index in self.judging:
             reference = self._reference(index, bank)
             bank.set_formats(self.formats(choice))
-            total += reference.sum(model_logits(self.model, batch.to(self.device)))
-        return float(self._token_mean(total)[0])
+            total += reference.sum(model_logits(self.model, self.batches[index].to(self.device)))
+        return float(self._token_mean(total, len(self.judging))[0])
 
     def _measure(
         self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
     ) -> np.ndarray:
-        """(U, F) KL with each unit at each candidate next to its own, the others as chosen; inf
-        where nothing was measured, which includes the choice itself."""
+        """(U, F) by how much the KL on the measuring batches rises with each unit at each candidate
+        next to its own, the others as chosen; 0 for its own, inf where nothing was measured."""
         steps = [
             (u, int(c) + step)
             for u, c in enumerate(self.choice)
@@ -139,15 +147,17 @@ class Polish:
             if 0 <= c + step < len(self.space.formats)
         ]
         changes: list[Change] = [(u, self.space.formats[f]) for u, f in steps]
-        sums = torch.zeros(len(steps), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(len(steps) + 1, dtype=torch.float64, device=self.device)
         note = f"KL {self.rows[-1]['kl']:.4f}"
-        for index, batch in enumerate(self.batches):
-            reference = self._reference(index, bank)
-            disturbances.start(batch.to(self.device), self.formats(self.choice))
-            sums += disturbances.kl_sums(changes, reference, lambda _: advance(note))
-        measured = np.full((len(self.space.units), len(self.space.formats)), np.inf)
-        measured[tuple(np.array(steps).T)] = self._token_mean(sums)
-        return measured
+        for index in self.measuring:
+            reference, tokens = self._reference(index, bank), self.batches[index].to(self.device)
+            sums[-1] += reference.sum(disturbances.start(tokens, self.formats(self.choice)))
+            sums[:-1] += disturbances.kl_sums(changes, reference, lambda _: advance(note))
+        kls = self._token_mean(sums, len(self.measuring))
+        scores = np.full((len(self.space.units), len(self.space.formats)), np.inf)
+        scores[tuple(np.array(steps).T)] = kls[:-1] - kls[-1]
+        scores[np.arange(len(self.choice)), self.choice] = 0.0
+        return scores
 
     def _gains(self, scores: np.ndarray) -> np.ndarray:
         """(U, F-1) KL that each step saves. Steps beyond the measured ones go on from the nearest
@@ -240,9 +250,7 @@ class Polish:
         self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
     ) -> None:
         since, now = self.clock.seconds, self.rows[-1]["kl"]
-        measured = self._measure(bank, disturbances, advance)
-        scores = measured - now
-        scores[np.arange(len(self.choice)), self.choice] = 0.0
+        scores = self._measure(bank, disturbances, advance)
         self.gain = self._gains(scores)
         best, kl, tried = self._best_nearby(scores, lambda c: self.divergence(c, bank), now)
         if best is self.choice:
@@ -262,7 +270,7 @@ class Polish:
         if self.is_finished or done >= asked:
             return
         directions = min(2, len(self.space.formats) - 1)
-        work = len(self.batches) * len(self.space.units) * directions  # of a round, at most
+        work = len(self.measuring) * len(self.space.units) * directions  # of a round, at most
         family, rule = self.config.format_family, self.config.scale_rule
         with (
             searching_model(self.model, self.space, family, rule) as bank,

@@ -23,7 +23,7 @@ class SearchResult:
     history: list[dict[str, Any]] = field(default_factory=list)
     """A row a step; empty for searches without steps."""
     polish: list[dict[str, Any]] = field(default_factory=list)
-    """A row a round, the first of the start: round, kl (nats/token), bits, moves (units changed),
+    """A row a round, the first of the start: round, kl (on the judging batches, nats/token), bits, moves (units changed),
     tried (proposals), seconds; empty without a polish."""
     raw_offsets: np.ndarray | None = None
     """(steps + 1, U) float32, the first row before the first step."""

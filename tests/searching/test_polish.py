@@ -68,7 +68,7 @@ def all_divergences(run):
 @pytest.mark.parametrize("limit", [4.5, 5.0])
 def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family, limit, tiny):
     model, tokens = tiny
-    config = SearchConfig(name="random", family=family, polish_rounds=20)
+    config = SearchConfig(name="random", family=family, polish_rounds=20, polish_batches=3)
     budget, divergences = Budget(limit), None
     for seed in range(4):
         space = search_space(model, config)
@@ -81,7 +81,7 @@ def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family
 def test_each_round_is_measured_right_and_none_is_worse(tiny):
     """The log's KL is that of the applied assignment over the same tokens, by another way."""
     model, tokens = tiny
-    config = SearchConfig(name="random", polish_rounds=8, units="layer")
+    config = SearchConfig(name="random", polish_rounds=8, polish_batches=3, units="layer")
     result = dmx.search(model, tokens, Budget(4.8), config)
     unpolished = dmx.search(model, tokens, Budget(4.8), replace(config, polish_rounds=0))
     kls = [row["kl"] for row in result.polish]
@@ -320,3 +320,34 @@ def test_the_model_is_as_it_was(tiny):
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == before[name][0]
         assert torch.equal(parameter, before[name][1])
+
+
+def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
+    model, tokens = tiny
+    space = search_space(model, SearchConfig())
+
+    def roles(n_batches, polish_batches):
+        config = SearchConfig(name="random", polish_rounds=1, polish_batches=polish_batches)
+        made = Polish(
+            model, (tokens * 20)[:n_batches], space, Budget(5.0), config,
+            start=random_start(space, Budget(5.0), 0), folder=None, fingerprint="",
+            clock=Stopwatch(),
+        )  # fmt: skip
+        return list(made.measuring), list(made.judging)
+
+    assert roles(1, None) == ([0], [0])
+    assert roles(3, None) == ([0], [1, 2])
+    assert roles(10, None) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
+    assert roles(60, None) == (list(range(8)), list(range(8, 24)))
+    assert roles(60, 1) == ([0], [1, 2])
+    assert roles(3, 3) == ([0, 1, 2], [0, 1, 2])
+    # The judge decides: with one that calls everything worse, nothing is changed.
+    config = SearchConfig(name="random", polish_rounds=3, polish_batches=1)
+    start = random_start(space, Budget(4.8), 1)
+    run = Polish(
+        model, tokens, space, Budget(4.8), config, start=start, folder=None, fingerprint="",
+        clock=Stopwatch(),
+    )  # fmt: skip
+    run.divergence = lambda choice, _: float((choice != start).sum())
+    run.run()
+    assert np.array_equal(run.choice, start) and run.is_finished
