@@ -196,6 +196,13 @@ def check_target(
     if layout is not None:
         check_holds(assignment, target, profile)
         layout.check(assignment, inputs)
+        if not inputs and (assignment.rounding or {}).get("correct_inputs"):
+            warnings.warn(
+                "inputs=false: the assignment's weights were rounded to make good what quantized "
+                "inputs lose, and are worse than nearest without. Set inputs=true, or round again "
+                "with gptq.correct_inputs=false.",
+                stacklevel=2,
+            )
         if verify:
             check_packages(layout)
     elif inputs:
