@@ -15,8 +15,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 import dmx
+from dmx.assignment import Assignment
 from dmx.data import DataPair, encode, load_text
-from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new
+from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new, check_target
 from dmx.formats import BF16, check_choice
 from dmx.models import ModelConfig, load_model, meta_model
 from experiments._config import ConfigError, RunConfig, _defaults, build_root
@@ -81,10 +82,12 @@ def main(cfg: DictConfig) -> None:
             f"assignment={config.assignment} gives no formats to quantize this model to. Give an "
             "assignment.json or an MX format."
         )
-    meta = meta_model(config.model)
+    target = {name: getattr(config, name) for name in ("target", "profile", "inputs", "verify")}
     if config.folder and not Path(config.run.folder, "record.json").exists():
         check_new(Path(config.folder))
-    target = {name: getattr(config, name) for name in ("target", "profile", "inputs", "verify")}
+    if isinstance(source.given, Assignment):
+        check_target(source.given, **target)
+    meta = meta_model(config.model)
     check_export(meta, source.on(meta), Path(config.folder or config.run.folder), **target)
     text = load_text(config.data.evaluation) if config.windows else None
     with Run(cfg, config.run, "export") as run:

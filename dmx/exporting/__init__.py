@@ -10,6 +10,7 @@ from dmx.exporting.exporter import (
     Exported,
     check_export,
     check_new,
+    check_target,
     export,
 )
 from dmx.exporting.loading import LoadedExport, is_exported, load_exported
@@ -22,6 +23,7 @@ __all__ = [
     "LoadedExport",
     "check_export",
     "check_new",
+    "check_target",
     "export",
     "is_exported",
     "load_exported",
