@@ -482,6 +482,25 @@ def test_a_rate_of_zero_is_the_search_with_the_hadamard_matrix(make_tiny):
     assert found[0].assignment.formats == found[1].assignment.formats
 
 
+@pytest.mark.parametrize("per_block", ["shared", "per_block"])
+def test_learning_goes_with_every_other_setting(make_tiny, per_block):
+    """Starts from a scan of the model with the Hadamard matrix; checkpointing changes no number."""
+    model = make_tiny("smollm2", train_steps=300).model
+    before = snapshot(model)
+    settings = {**LEARN, "start": "fisher", "penalty": "exact", "rotation": per_block}
+    found = [
+        dmx.search(
+            model, text_batches(2), dmx.Budget(5.0),
+            SearchConfig(**settings, include_lm_head=True, gradient_checkpointing=on),
+        )
+        for on in (False, True)
+    ]  # fmt: skip
+    check_same(model, before)
+    assert np.allclose(found[0].raw_offsets, found[1].raw_offsets, atol=1e-4)
+    rotations = Transform.of(found[0].assignment).rotations
+    assert rotations["lm_head"].ndim == (2 if per_block == "shared" else 3)
+
+
 def test_a_resumed_search_ends_with_the_same_rotations(make_tiny, tmp_path):
     model, config = make_tiny("llama").model, SearchConfig(**LEARN, rotation="per_block")
     whole = dmx.search(model, [TOKENS], dmx.Budget(5.0), config, folder=tmp_path / "whole")

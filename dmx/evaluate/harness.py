@@ -72,6 +72,7 @@ _CODE = (
     "stored.py",
     "numerics/*.py",
     "kernels/*.*",
+    "transforms/*.py",
 )
 
 Result = dict[str, Any]

@@ -146,7 +146,8 @@ def search(
         if config.name == "differentiable":
             start = None
             if config.start != "constant":
-                known = replace(config, name=config.start)
+                # The scan's model is transformed already.
+                known = replace(config, name=config.start, transform="none", transform_file=None)
                 found, wanted, _ = heuristic_choice(scan, space, budget, known)
                 start = soft_start(space, config.format_family, found, wanted, config.start_spread)
             if learns:
@@ -237,7 +238,7 @@ def _fingerprint(
     """Hash of everything that the numbers of a search depend on, but for the machine; without its
     polish, which may be added to a search that has ended."""
     settings = asdict(config)
-    del settings["checkpoint_every"]
+    del settings["checkpoint_every"], settings["transform_file"]  # its content is in `identity`
     if not with_polish:
         del settings["polish_rounds"], settings["polish_batches"]
     body = {

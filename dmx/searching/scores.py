@@ -23,6 +23,7 @@ _CODE = (
     "searching/replay.py",
     "searching/offsets.py",
     "numerics",
+    "transforms",
     "formats.py",
 )
 
