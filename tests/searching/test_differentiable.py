@@ -93,10 +93,11 @@ class Toy(nn.Module):
         return SimpleNamespace(logits=sum(outputs))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mxfp8_mxfp4", "mxfp6_mxfp4"])
 @pytest.mark.parametrize("name", ["kl", "differentiable"])
 def test_the_best_assignment_of_a_toy_is_found(name, family):
-    """Room for two raises by four bits: the two loud layers, as trying everything shows."""
+    """Room for two raises: the two loud layers, as trying everything shows, in 60 steps; all
+    families and converged searches are in test_brute_force.py."""
     model, batches = Toy(), [torch.arange(32).reshape(2, 16)]
     formats = get_family(family).formats
     two_raised = 4 + 2 / 6 * (formats[-1].element_bits - 4)
@@ -113,11 +114,7 @@ def test_the_best_assignment_of_a_toy_is_found(name, family):
             dmx.restore(model)
     best = min(divergence, key=divergence.__getitem__)
     learned = tuple([f.name for f in formats].index(found.formats[u.name]) for u in space.units)
-    low, high = divergence[best], max(divergence.values())
-    if len(formats) == 2:
-        assert best == (0, 1, 0, 0, 1, 0) == learned
-    else:  # eight bits for one layer or six for two: near the best of many close ones
-        assert divergence[learned] <= low + 0.2 * (high - low)
+    assert best == (0, 1, 0, 0, 1, 0) == learned
 
 
 @pytest.mark.parametrize("family", FAMILIES)
