@@ -60,7 +60,8 @@ TARGETS: dict[str, Target] = {
     ),
     "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),
 }
-"""Target name -> what it holds and who loads it (compressed-tensors >= 0.20 for MXFP6)."""
+"""Target name -> what it holds and who loads it (compressed-tensors >= 0.20 for MXFP6, amd-quark >=
+0.13; torchao with quantized inputs only). Tests load each with the loaders that run on a CPU."""
 
 
 def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) -> list[str]:
