@@ -24,7 +24,7 @@ from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics import path_parameters
 from dmx.swap import adopt, put_back, replace_layers
-from dmx.transforms.block import BlockRotation, rotate
+from dmx.transforms.block import BlockRotation, by_rotation, rotate
 from dmx.transforms.learning import LearnedRotations
 
 SHARPNESS = 20.0
@@ -114,17 +114,21 @@ class Bank:
 
 
 class _SoftLinear(torch.autograd.Function):
-    """F.linear of the continuously quantized input and weight.
+    """F.linear of the continuously quantized input and weight, both rotated by `matrix` if there is
+    one (see `rotate`).
 
-    Saves the inputs only; the backward pass quantizes again, which is cheaper than keeping two
-    quantized copies of every weight and activation.
+    Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
+    keeping two more copies of every weight and activation.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor, parameters: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, parameters)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor,
+        parameters: Tensor, matrix: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, parameters, matrix)
+        if matrix is not None:
+            x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
             ops.continuous_fake_quant(x, parameters),
             ops.continuous_fake_quant(weight, parameters),
@@ -134,19 +138,28 @@ class _SoftLinear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, Tensor, None]:
-        x, weight, parameters = ctx.saved_tensors
+    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None]:
+        x, weight, parameters, matrix = ctx.saved_tensors
+        is_rotated = matrix is not None
+        turned_x, turned_weight = x, weight
+        if is_rotated:
+            turned_x, turned_weight = rotate(x, matrix), rotate(weight, matrix)
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
-        quantized_x = ops.continuous_fake_quant(x, parameters).reshape(-1, x.shape[-1])
+        quantized_x = ops.continuous_fake_quant(turned_x, parameters).reshape(-1, x.shape[-1])
         grad_weight, by_weight = ops.continuous_fake_quant_backward(
-            flat_grad.t() @ quantized_x, weight, parameters, needs_grad_x=ctx.needs_input_grad[1]
+            flat_grad.t() @ quantized_x, turned_weight, parameters, needs_grad_x=is_rotated
         )
         grad_x, by_input = ops.continuous_fake_quant_backward(
-            grad @ ops.continuous_fake_quant(weight, parameters), x, parameters,
-            needs_grad_x=ctx.needs_input_grad[0],
+            grad @ ops.continuous_fake_quant(turned_weight, parameters), turned_x, parameters,
+            needs_grad_x=is_rotated or ctx.needs_input_grad[0],
         )  # fmt: skip
-        return grad_x, grad_weight, None, by_weight + by_input, None
+        grad_matrix = None
+        if is_rotated:
+            assert grad_x is not None and grad_weight is not None
+            grad_matrix = by_rotation(x, grad_x, matrix) + by_rotation(weight, grad_weight, matrix)
+            grad_x = rotate(grad_x, matrix.mT)
+        return grad_x, None, None, by_weight + by_input, None, grad_matrix
 
 
 class BankLinear(nn.Linear):
@@ -157,10 +170,15 @@ class BankLinear(nn.Linear):
     rotation: int | None
     """Of bank.rotations; then `weight` is the one that is not rotated."""
 
+    def matrix(self) -> Tensor | None:
+        """The learned rotation, where one counts in this mode."""
+        if self.rotation is None or self.bank.mode == "full":
+            return None
+        return self.bank.rotations[self.rotation]
+
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Input and weight of the product that is quantized: rotated, where there is a rotation."""
-        if self.rotation is not None and self.bank.mode != "full":
-            matrix = self.bank.rotations[self.rotation]
+        if (matrix := self.matrix()) is not None:
             return rotate(x, matrix), rotate(self.weight, matrix)
         return (x if self.input_transform is None else self.input_transform(x)), self.weight
 
@@ -172,12 +190,15 @@ class SearchLinear(BankLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank
-        x, weight = self.operands(x)
         if bank.mode == "soft":
+            if self.input_transform is not None:
+                x = self.input_transform(x)
             result: Tensor = _SoftLinear.apply(
-                x, weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit]
-            )
+                x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit],
+                self.matrix(),
+            )  # fmt: skip
             return result
+        x, weight = self.operands(x)
         block_format = bank.formats[self.unit] if bank.mode in ("formats", "units") else None
         if block_format is None:
             return F.linear(x, weight, self.bias)

@@ -42,6 +42,21 @@ def rotate(x: Tensor, matrix: Tensor) -> Tensor:
     return torch.einsum("...bi,bij->...bj", blocks, matrix).flatten(-2)
 
 
+def by_rotation(x: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
+    """Gradient of `rotate(x, matrix)` by the matrix.
+
+    Args:
+        grad: by the result; shape of x.
+
+    Returns:
+        Shape and dtype of the matrix.
+    """
+    blocks, grads = (t.reshape(-1, t.shape[-1] // BLOCK_SIZE, BLOCK_SIZE) for t in (x, grad))
+    if matrix.ndim == 2:
+        return blocks.flatten(0, 1).mT @ grads.flatten(0, 1)
+    return torch.einsum("nbi,nbj->bij", blocks, grads)
+
+
 class BlockRotation:
     """`rotate` by a float32 matrix, in the dtype and on the device of its input."""
 
