@@ -192,6 +192,7 @@ def check_target(
     """The part of `check_export` that needs no model: whether the target holds the assignment."""
     check_choice(target, EXPORT_TARGETS, "target")
     profile = _choose_profile(assignment, target, profile)
+    _check_transform(assignment, target)
     layout = LAYOUTS.get(target)
     if layout is not None:
         check_holds(assignment, target, profile)
