@@ -8,8 +8,8 @@ are rounded one after the other; what is lost in one is made good in those that 
     e_i = (w_i - q_i) / U_ii,   w_j -= U_ij e_i  for j > i
 
 With MX formats, 32 columns share a scale in each row. It is fixed when their first column is
-reached, by the assignment's scale rule, from the weights as they then are. Columns keep their natural order: GPTQ's
-order by activity would tear the blocks of 32 apart, which are contiguous along in_features.
+reached, by the assignment's scale rule, from the weights as they then are. Columns keep their natural
+order: GPTQ's order by activity would tear the blocks apart, which are contiguous along in_features.
 
 A finished block may lie on a lattice that the scale rule would not choose for it (its largest value
 has shrunk, or, under `ceil`, grown). It is quantized once more by the rule, and where that changes
@@ -17,9 +17,9 @@ a row, the errors of the block are computed again from its end: e solves U^T e =
 `fake_quant` gives its own results back, so that rounding the result again, by the same format and
 rule, changes no value: exports and loaded files need nothing but the weights.
 
-Quantized inputs X = X' + E lose something, too, which rounding to the original weights cannot mend.
-`correct_inputs` rounds to those that mend it as far as a linear map can: the weights of the least squares
-fit of X' W^T by X,
+Quantizing the inputs X' to X loses something, too, which rounding to the original weights cannot
+mend. `correct_inputs` rounds to weights that do, as far as a linear map can: those of the least
+squares fit of X' W^T by X,
 
     W + W C^T H^-1,   C = X^T (X' - X)
 
