@@ -77,23 +77,52 @@ def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool = False) -
     if x.is_cuda and x.numel():
         from mor.kernels import triton_fp8
 
-        return Fp8(*triton_fp8.cast(x, largest, format, transposed=transposed), format)
+        codes, turned, scales, _ = triton_fp8.cast(
+            x, largest, format, plain=not transposed, turned=transposed, measured=False
+        )
+        found = turned if transposed else codes
+        assert found is not None
+        return Fp8(found, scales, format)
     scales = scales_of(largest, format)
     codes = (x.float() * scales[1]).to(FLOAT8[format])
     return Fp8(codes.t().contiguous() if transposed else codes.contiguous(), scales, format)
 
 
-def cast_and_measure(x: Tensor, largest: Tensor, format: str, metric: Metric) -> tuple[Fp8, Tensor]:
-    """As `cast`, and the error of the cast as (1,) float64: inf if x is not finite."""
+def cast_both(x: Tensor, largest: Tensor, format: str) -> tuple[Fp8, Fp8]:
+    """`cast(x)` and `cast(x, transposed=True)` in one read of x."""
+    if x.is_cuda and x.numel():
+        from mor.kernels import triton_fp8
+
+        codes, turned, scales, _ = triton_fp8.cast(
+            x, largest, format, plain=True, turned=True, measured=False
+        )
+        assert codes is not None and turned is not None
+        return Fp8(codes, scales, format), Fp8(turned, scales, format)
+    return cast(x, largest, format), cast(x, largest, format, transposed=True)
+
+
+def cast_and_measure(
+    x: Tensor, largest: Tensor, format: str, metric: Metric, *, both: bool = False
+) -> tuple[Fp8, Fp8 | None, Tensor]:
+    """As `cast`; with `both` the transpose too, else None; and the error of the cast as (1,)
+    float64: inf if x is not finite."""
     if x.is_cuda and x.numel() and metric == "relative_error":
         from mor.kernels import triton_fp8
 
-        codes, scales, error = triton_fp8.cast_and_measure(x, largest, format)
-        return Fp8(codes, scales, format), error
+        codes, turned, scales, error = triton_fp8.cast(
+            x, largest, format, plain=True, turned=both, measured=True
+        )
+        assert codes is not None and error is not None
+        return (
+            Fp8(codes, scales, format),
+            Fp8(turned, scales, format) if turned is not None else None,
+            error,
+        )
     result = cast(x, largest, format)
     wide = to_matrix(x).float()[None, :, None, :]
-    error = metric_error(wide, result.dequantize(torch.float32)[None, :, None, :], metric)
-    return result, error.reshape(1)
+    measured = metric_error(wide, result.dequantize(torch.float32)[None, :, None, :], metric)
+    other = cast(x, largest, format, transposed=True) if both else None
+    return result, other, measured.reshape(1)
 
 
 @functools.cache

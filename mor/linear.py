@@ -17,7 +17,8 @@ scale and decision, so the backward pass takes those of input and weight over fr
 General path (blocks, rows, columns): no hardware form, emulated with the values that the policy
 gives: one computation whether a product counts as FP8 or BF16, so nothing waits.
 
-Both are custom operators (`mor::linear_forward`, `mor::linear_backward`), opaque to torch.compile.
+For torch.compile both are custom operators (`mor::linear_forward`, `mor::linear_backward`), opaque
+to it; eager passes call the same functions through an autograd function.
 Under activation checkpointing the second forward decides alike and counts nothing. Decisions and
 counters advance in training mode only.
 
@@ -96,7 +97,10 @@ class MorLinear(nn.Linear):
             raise ValueError(
                 f"x has {x.shape[-1]} features in its last axis, the layer takes {self.in_features}"
             )
-        out = torch.ops.mor.linear_forward(matrix, weight, self.handle, self.training)[0]
+        if torch.compiler.is_compiling():
+            out = torch.ops.mor.linear_forward(matrix, weight, self.handle, self.training)[0]
+        else:
+            out = _EagerLinear.apply(matrix, weight, self.handle, self.training)
         out = out.reshape(*x.shape[:-1], self.out_features)
         return out if bias is None else out + bias
 
@@ -125,16 +129,25 @@ def _uses_hardware(config: MorConfig, device: torch.device) -> bool:
 class _Trial:
     """An operand with its casts to every FP8 format of the ladder, errors still on the device."""
 
-    def __init__(self, x: Tensor, config: MorConfig, held: str | None) -> None:
-        """held: the decision to keep; None decides anew."""
+    def __init__(
+        self, x: Tensor, config: MorConfig, held: str | None, *, both: bool = False
+    ) -> None:
+        """held: the decision to keep; None decides anew. both: casts of the transpose, too."""
         self.x, self.largest, self.held = x, fp8.amax(x), held
         self.casts: dict[str, Fp8] = {}
+        self.turned: dict[str, Fp8] = {}
         self.errors: list[Tensor] = []
         if held is None:
             for name in config.fp8_formats:
-                cast, error = fp8.cast_and_measure(x, self.largest, name, config.metric)
+                cast, turned, error = fp8.cast_and_measure(
+                    x, self.largest, name, config.metric, both=both
+                )
                 self.casts[name] = cast
+                if turned is not None:
+                    self.turned[name] = turned
                 self.errors.append(error)
+        elif held != "bf16" and both:
+            self.casts[held], self.turned[held] = fp8.cast_both(x, self.largest, held)
         elif held != "bf16":
             self.casts[held] = fp8.cast(x, self.largest, held)
 
@@ -149,23 +162,28 @@ class _Trial:
 class _Fetch:
     """Errors of several trials on their way to the host; `wait` is the pass's one wait."""
 
-    def __init__(self, errors: list[Tensor]) -> None:
-        self.values, self.event = torch.empty(0), None
+    def __init__(self, errors: list[Tensor], state: LayerState) -> None:
+        self.values: Tensor | None = None
+        self.event: torch.cuda.Event | None = None
         if not errors:
             return
-        packed = torch.cat(errors)
+        packed = torch.cat(errors) if len(errors) > 1 else errors[0]
         if packed.is_cuda:
-            self.values = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self.values.copy_(packed, non_blocking=True)
-            self.event = torch.cuda.Event()
+            # One layer's passes wait for their errors before the next begins: the memory is free.
+            pinned, self.event = state.landing(len(packed))
+            self.values = pinned
+            pinned.copy_(packed, non_blocking=True)
             self.event.record()
         else:
             self.values = packed
 
     def wait(self) -> list[float]:
+        if self.values is None:
+            return []
         if self.event is not None:
             self.event.synchronize()
-        return self.values.tolist()
+        found: list[float] = self.values.tolist()
+        return found
 
 
 class _Operand:
@@ -214,7 +232,7 @@ def _tensor_forward(
     config = state.config
     held = [None if deciding else state.formats.get(name) for name in ("input", "weight")]
     trials = [_Trial(x, config, held[0]), _Trial(weight, config, held[1])]
-    fetch = _Fetch([error for trial in trials for error in trial.errors])
+    fetch = _Fetch([error for trial in trials for error in trial.errors], state)
 
     def product(formats: list[str]) -> tuple[Tensor, str]:
         a, b = (
@@ -265,8 +283,8 @@ def _tensor_backward(
     config, counting = state.config, bool(meta[_COUNTING])
     input_format, weight_format = FORMATS[meta[_INPUT]], FORMATS[meta[_WEIGHT]]
     held = None if meta[_DECIDING] else state.formats.get("grad_output")
-    trial = _Trial(grad, config, held)
-    fetch = _Fetch(trial.errors)
+    trial = _Trial(grad, config, held, both=need_input and need_weight)
+    fetch = _Fetch(trial.errors, state)
     turned_weight = _Operand(weight, largest[1:], weight_format, None, True)
     turned_input = _Operand(x, largest[:1], input_format, None, True)
 
@@ -275,7 +293,7 @@ def _tensor_backward(
         return _multiply("grad_input", a, turned_weight, config, grad.dtype)
 
     def grad_weight(format: str) -> tuple[Tensor, str]:
-        a = _Operand(grad, trial.largest, format, None, True)
+        a = _Operand(grad, trial.largest, format, trial.turned.get(format), True)
         return _multiply("grad_weight", a, turned_input, config, grad.dtype)
 
     # One of the two runs while the errors travel.
@@ -333,11 +351,10 @@ def _grid(x: Tensor, config: MorConfig) -> torch.Size:
 # ---------------------------------------------------------------- the operators
 
 
-@torch.library.custom_op("mor::linear_forward", mutates_args=())
-def linear_forward(
+def _forward(
     x: Tensor, weight: Tensor, handle: int, training: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x (T, I) @ weight (O, I).T; also both amax ((2,) float32) and the pass's meta (CPU)."""
+) -> tuple[Tensor, Tensor, list[int]]:
+    """x (T, I) @ weight (O, I).T; also both amax ((2,) float32) and the pass's meta."""
     state = state_of(handle)
     # Inside the autograd engine a forward pass is a recomputation: same decisions, no counting.
     counting = training and torch._C._current_graph_task_id() == -1
@@ -354,6 +371,15 @@ def linear_forward(
             out = _general_product("forward", operands, state, deciding, counting)
             largest, formats = x.new_zeros(2, dtype=torch.float32), ["bf16", "bf16"]
     meta = [*map(FORMATS.index, formats), int(every == 1 or state.is_deciding), int(training)]
+    return out, largest, meta
+
+
+@torch.library.custom_op("mor::linear_forward", mutates_args=())
+def linear_forward(
+    x: Tensor, weight: Tensor, handle: int, training: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward`; its meta as a uint8 tensor on the CPU."""
+    out, largest, meta = _forward(x, weight, handle, training)
     return out, largest, torch.tensor(meta, dtype=torch.uint8)
 
 
@@ -363,13 +389,12 @@ def _(x: Tensor, weight: Tensor, handle: int, training: bool) -> tuple[Tensor, T
     return out, x.new_empty(2, dtype=torch.float32), torch.empty(4, dtype=torch.uint8, device="cpu")
 
 
-@torch.library.custom_op("mor::linear_backward", mutates_args=())
-def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
+def _linear_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, flags: list[int], handle: int,
     need_input: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients by x and weight; one that is not needed is empty."""
-    state, flags = state_of(handle), meta.tolist()
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients by x and weight; None for one that is not needed."""
+    state = state_of(handle)
     with torch.autocast(grad.device.type, enabled=False):
         if _is_tensor_path(state.config):
             by_input, by_weight = _tensor_backward(
@@ -384,9 +409,20 @@ def linear_backward(
             if need_weight:
                 operands = {"grad_output_transposed": grad.t(), "input_transposed": x.t()}
                 by_weight = _general_product("grad_weight", operands, state, deciding, counting)
-    empty = grad.new_empty(0)
+    return by_input, by_weight
+
+
+@torch.library.custom_op("mor::linear_backward", mutates_args=())
+def linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
+    need_input: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients by x and weight; one that is not needed is empty."""
+    by_input, by_weight = _linear_gradients(
+        grad, x, weight, largest, meta.tolist(), handle, need_input, need_weight
+    )
     return (
-        empty if by_input is None else by_input,
+        grad.new_empty(0) if by_input is None else by_input,
         grad.new_empty(0) if by_weight is None else by_weight,
     )
 
@@ -419,6 +455,32 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 linear_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _EagerLinear(torch.autograd.Function):
+    """The operators without their dispatch, which takes longer than the kernels of a small layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, handle: int, training: bool) -> Tensor:
+        out, largest, ctx.meta = _forward(x, weight, handle, training)
+        ctx.handle = handle
+        ctx.save_for_backward(x, weight, largest)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:
+            return None, None, None, None
+        x, weight, largest = ctx.saved_tensors
+        need_input, need_weight = ctx.needs_input_grad[:2]
+        return (
+            *_linear_gradients(
+                grads[0], x, weight, largest, ctx.meta, ctx.handle, need_input, need_weight
+            ),
+            None,
+            None,
+        )
 
 
 # ---------------------------------------------------------------- into a model and out again

@@ -60,6 +60,15 @@ class LayerState:
         """Last decision by operand, where only the device knows it."""
         self.host = np.zeros(COUNTERS)
         self.device: Tensor | None = None
+        self._landing: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+
+    def landing(self, count: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Pinned float64 memory for `count` errors from the device, and the event of their arrival;
+        the same each time."""
+        if count not in self._landing:
+            memory = torch.empty(count, dtype=torch.float64, pin_memory=True)
+            self._landing[count] = memory, torch.cuda.Event()
+        return self._landing[count]
 
     def count_operand(
         self, operand: str, format: str, elements: int, error: float | None, finite: bool = True

@@ -2,10 +2,14 @@
 
 One read of x for amax and one for the cast; the error comes out of the cast's registers. Sums go
 through a partial result per tile in a fixed order, so two runs agree to the bit.
+
+A linear layer launches a dozen of them a step, and Triton's own look-up of a compiled kernel takes
+65 us of host time, more than most of them run: `_Kernel` keeps compiled kernels itself.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +28,33 @@ SURELY_ZERO = tl.constexpr(2.0**-20)
 """Below half the smallest subnormal of E4M3 (2**-9) and E5M2 (2**-16)."""
 
 
+class _Kernel:
+    """A Triton kernel whose compiled forms are found by what Triton specializes on."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], constants: tuple[Any, ...]
+    ) -> None:
+        """arguments: of the kernel, in order; constants: its constexpr ones, which stand last."""
+        key: list[Any] = [*constants]
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                key += [argument.dtype, argument.data_ptr() % 16 == 0, argument.device.index]
+            else:
+                key.append((argument == 1, argument % 16 == 0, argument >= 2**31))
+        found = self.compiled.get(tuple(key))
+        if found is None:
+            self.compiled[tuple(key)] = self.function[(*grid, 1)](
+                *arguments, *constants, num_warps=8
+            )
+        else:
+            found[(*grid, 1)](*arguments, *constants)
+
+
+@_Kernel
 @triton.jit
 def _amax_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     # A program strides over the tensor, so the number of partials does not grow with it.
@@ -46,11 +77,12 @@ def _scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
     return tl.where(amax < float("inf"), scale, float("nan"))
 
 
+@_Kernel
 @triton.jit
 def _cast_kernel(
-    x_ptr, amax_ptr, codes_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns, row_stride,
-    column_stride, TOP: tl.constexpr, MAX_SCALE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_ptr, amax_ptr, codes_ptr, turned_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns,
+    row_stride, column_stride, TOP: tl.constexpr, MAX_SCALE: tl.constexpr, PLAIN: tl.constexpr,
+    TURNED: tl.constexpr, MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     tile_row, tile_column = tl.program_id(0), tl.program_id(1)
     amax = tl.load(amax_ptr)
@@ -67,10 +99,10 @@ def _cast_kernel(
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     scaled = x * scale
     codes = scaled.to(codes_ptr.dtype.element_ty)
-    if TRANSPOSED:
-        target = codes_ptr + column[:, None] * rows + row[None, :]
+    if TURNED:
+        target = turned_ptr + column[:, None] * rows + row[None, :]
         tl.store(target, tl.trans(codes), mask=(column < columns)[:, None] & (row < rows)[None, :])
-    else:
+    if PLAIN:
         tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=mask)
     if MEASURED:
         # |x - y| / |x| in units of S, where nothing is subnormal: float32 rounds it elsewhere than
@@ -85,6 +117,7 @@ def _cast_kernel(
         tl.store(count_ptr + tile, tl.sum(tl.sum(is_nonzero.to(tl.int32), 1), 0))
 
 
+@_Kernel
 @triton.jit
 def _mean_kernel(sum_ptr, count_ptr, amax_ptr, error_ptr, n, BLOCK: tl.constexpr):
     total = tl.zeros((BLOCK,), tl.float64)
@@ -103,55 +136,40 @@ def amax(x: Tensor) -> Tensor:
     flat = _dense(x)
     programs = min(triton.cdiv(flat.numel(), _AMAX_BLOCK), _REDUCE_BLOCK)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _amax_kernel[(programs,)](flat, partial, flat.numel(), BLOCK=_AMAX_BLOCK, num_warps=8)
+    _amax_kernel.launch((programs, 1), (flat, partial, flat.numel()), (_AMAX_BLOCK,))
     return partial.amax(0, keepdim=True)
 
 
-def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales; see `mor.fp8.cast`."""
-    rows, columns = x.shape
-    codes = _codes(x, format, (columns, rows) if transposed else (rows, columns))
-    scales = torch.empty(2, dtype=torch.float32, device=x.device)
-    _launch(x, largest, format, codes, scales, None, transposed)
-    return codes, scales
-
-
-def cast_and_measure(x: Tensor, largest: Tensor, format: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and mean relative error ((1,) float64); see `mor.fp8.cast_and_measure`."""
-    codes = _codes(x, format, x.shape)
-    scales = torch.empty(2, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(x.shape[0], _TILE_ROWS) * triton.cdiv(x.shape[1], _TILE_COLUMNS)
-    sums = torch.empty(tiles, dtype=torch.float32, device=x.device)
-    counts = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    error = torch.empty(1, dtype=torch.float64, device=x.device)
-    _launch(x, largest, format, codes, scales, (sums, counts), False)
-    _mean_kernel[(1,)](sums, counts, largest, error, tiles, BLOCK=_REDUCE_BLOCK, num_warps=8)
-    return codes, scales, error
+def cast(
+    x: Tensor, largest: Tensor, format: str, *, plain: bool, turned: bool, measured: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """Codes of x, codes of its transpose, scales, mean relative error ((1,) float64); None for
+    what is not asked for. See `mor.fp8.cast`."""
+    (rows, columns), device = x.shape, x.device
+    codes = torch.empty(rows, columns, dtype=FLOAT8[format], device=device) if plain else None
+    other = torch.empty(columns, rows, dtype=FLOAT8[format], device=device) if turned else None
+    grid = (triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS))
+    tiles = grid[0] * grid[1]
+    scales = torch.empty(2, dtype=torch.float32, device=device)
+    sums = counts = scales
+    if measured:
+        sums = torch.empty(tiles, dtype=torch.float32, device=device)
+        counts = torch.empty(tiles, dtype=torch.int32, device=device)
+    some = codes if codes is not None else other
+    assert some is not None
+    _cast_kernel.launch(
+        grid,
+        (x, largest, some if codes is None else codes, some if other is None else other, scales,
+         sums, counts, rows, columns, x.stride(0), x.stride(1)),
+        (ELEMENTS[format].max_normal, MAX_SCALE, plain, turned, measured, _TILE_ROWS, _TILE_COLUMNS),
+    )  # fmt: skip
+    if not measured:
+        return codes, other, scales, None
+    error = torch.empty(1, dtype=torch.float64, device=device)
+    _mean_kernel.launch((1, 1), (sums, counts, largest, error, tiles), (_REDUCE_BLOCK,))
+    return codes, other, scales, error
 
 
 def _dense(x: Tensor) -> Tensor:
     """x in some contiguous order: for a maximum a transposed matrix need not be copied."""
     return x.t() if x.ndim == 2 and x.t().is_contiguous() else x.contiguous()
-
-
-def _codes(x: Tensor, format: str, shape: Any) -> Tensor:
-    return torch.empty(shape, dtype=FLOAT8[format], device=x.device)
-
-
-def _launch(
-    x: Tensor,
-    largest: Tensor,
-    format: str,
-    codes: Tensor,
-    scales: Tensor,
-    partials: tuple[Tensor, Tensor] | None,
-    transposed: bool,
-) -> None:
-    rows, columns = x.shape
-    sums, counts = partials if partials is not None else (scales, scales)
-    grid = (triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS))
-    _cast_kernel[grid](
-        x, largest, codes, scales, sums, counts, rows, columns, x.stride(0), x.stride(1),
-        TOP=ELEMENTS[format].max_normal, MAX_SCALE=MAX_SCALE, TRANSPOSED=transposed,
-        MEASURED=partials is not None, ROWS=_TILE_ROWS, COLUMNS=_TILE_COLUMNS, num_warps=8,
-    )  # fmt: skip

@@ -37,8 +37,8 @@ def test_kernels_equal_the_reference_bit_for_bit(shape, kind, dtype):
         largest, expected_largest = fp8.amax(y), fp8.amax(x)
         assert_same_bits(largest, expected_largest)
         for name in ("e4m3", "e5m2"):
-            cast, error = fp8.cast_and_measure(y, largest, name, "relative_error")
-            expected, expected_error = fp8.cast_and_measure(
+            cast, both, error = fp8.cast_and_measure(y, largest, name, "relative_error", both=True)
+            expected, _, expected_error = fp8.cast_and_measure(
                 x, expected_largest, name, "relative_error"
             )
             assert_same_bits(cast.scales, expected.scales)
@@ -46,10 +46,12 @@ def test_kernels_equal_the_reference_bit_for_bit(shape, kind, dtype):
             # A term is rounded at another place (1e-7 of x, where the mean is 0.02 or more), and
             # the float32 sum within a tile has another order.
             torch.testing.assert_close(error.cpu(), expected_error, rtol=1e-5, atol=2e-7)
-            turned = fp8.cast(y, largest, name, transposed=True)
-            assert_same_bits(
-                turned.codes.view(torch.uint8), expected.codes.t().contiguous().view(torch.uint8)
-            )
+            assert both is not None
+            for turned in (both, fp8.cast(y, largest, name, transposed=True)):
+                assert_same_bits(
+                    turned.codes.view(torch.uint8),
+                    expected.codes.t().contiguous().view(torch.uint8),
+                )
 
 
 @pytest.mark.parametrize("special", (float("nan"), float("inf"), float("-inf")), ids=str)
@@ -58,7 +60,7 @@ def test_what_is_not_finite_is_noticed(special):
         x = torch.randn(300, 500, device="cuda", dtype=torch.bfloat16)
         x.view(-1)[at] = special
         largest = fp8.amax(x)
-        cast, error = fp8.cast_and_measure(x, largest, "e4m3", "relative_error")
+        cast, _, error = fp8.cast_and_measure(x, largest, "e4m3", "relative_error")
         assert largest.item() == float("inf") and error.item() == float("inf")
         assert cast.scales.isnan().all()
 
@@ -93,24 +95,28 @@ def test_real_and_emulated_products_agree_and_decide_alike(formats, dtype):
     if not fp8.has_fp8_products(torch.device("cuda")):
         pytest.skip("this GPU has no FP8 products")
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 256, bias=False))
-    plain = plain.to("cuda", dtype)
+    # One layer: behind it, casts of results that differ a little would differ by whole steps.
+    plain = nn.Sequential(nn.Linear(512, 1024, bias=False)).to("cuda", dtype)
     models = [
         mor.swap_linears(copy.deepcopy(plain), MorConfig(formats=formats, products=p))
         for p in ("real", "emulated")
     ]
+    # With fast accumulation the FP8 units keep about 14 bits of a partial sum and cut the rest
+    # (5e-3 over 512 terms, 8e-3 over 2048); without it, and in BF16, rounding of results is left.
+    allowed = (1e-2, 3e-3, 3e-3)
     for step in range(4):
         x = torch.randn(2048, 512, device="cuda", dtype=dtype)
-        grad = torch.randn(2048, 256, device="cuda", dtype=dtype)
+        grad = torch.randn(2048, 1024, device="cuda", dtype=dtype)
         if step == 2:
             x[0, 0] = 1e6
         if step == 3:
             grad *= torch.exp(5 * torch.randn_like(grad))
         real, emulated = (train_step(m, x, grad) for m in models)
-        for a, e in zip(real, emulated, strict=True):
-            # With fast accumulation the FP8 units keep about 14 bits of a partial sum and cut the
-            # rest: measured 5e-3 over 512 terms, 8e-3 over 2048; gradients inherit it.
-            assert (a.float() - e.float()).norm() <= 1.5e-2 * e.float().norm()
+        distances = [
+            float((a.float() - e.float()).norm() / e.float().norm())
+            for a, e in zip(real, emulated, strict=True)
+        ]
+        assert all(d <= most for d, most in zip(distances, allowed, strict=True)), distances
         stats = [mor.stats(m) for m in models]
         assert stats[0]["operands"] == stats[1]["operands"], "decisions must be equal"
     executed = mor.stats(models[0])["products"]
@@ -148,7 +154,9 @@ def test_compiled_equals_eager(config):
     fast = torch.compile(compiled, fullgraph=True)
     x, grad = torch.randn(256, 256, device="cuda"), torch.randn(256, 128, device="cuda")
     for a, e in zip(train_step(fast, x, grad), train_step(eager, x, grad), strict=True):
-        torch.testing.assert_close(a, e, rtol=2e-2, atol=2e-3)
+        # Compiled, SiLU rounds otherwise; where that crosses a rounding boundary of FP8 an element
+        # moves by a whole step.
+        assert float((a - e).norm() / e.norm()) <= 2e-2
     assert mor.stats(compiled)["products"] == mor.stats(eager)["products"]
 
 

@@ -141,7 +141,7 @@ def test_waits_once_per_layer_and_pass_and_never_between_refreshes(monkeypatch):
     wait = linear._Fetch.wait
 
     def counted(self):
-        if self.values.numel():
+        if self.values is not None:
             waits.append(self)
         return wait(self)
 
@@ -361,7 +361,7 @@ def test_fast_path_codes_equal_the_reference():
     for name in ("e4m3", "e5m2"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = (normal(64, 48) * 100).to(dtype)
-            cast, error = fp8.cast_and_measure(x, fp8.amax(x), name, "relative_error")
+            cast, _, error = fp8.cast_and_measure(x, fp8.amax(x), name, "relative_error")
             expected = mor.quantize(x, MorConfig(formats=(name, "bf16"), threshold=1.0))
             assert_same_bits(cast.dequantize(dtype), expected.values)
             assert torch.equal(error, expected.errors)
