@@ -118,7 +118,9 @@ class Transform:
 
     # --- doing it ------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # Parameters made in it could not serve a later pass with gradients
+    @torch.inference_mode(
+        False
+    )  # Parameters made in it could not serve a later pass with gradients
     def install(self, model: nn.Module, layers: Iterable[str]) -> Callable[[], None]:
         """Transform a model in place.
 
