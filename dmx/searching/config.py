@@ -61,7 +61,7 @@ class SearchConfig:
     """transform=hadamard_full: channels that are mixed with each other; null = all."""
     rotation: str = "shared"
     """transform=learned: shared | per_block: one rotation for all blocks of an input, or each."""
-    rotation_lr: float = 1.0
+    rotation_lr: float = 10.0
     """radians, about, for a gradient of 1 nat/token; falls to 0 by half a cosine."""
     rotation_momentum: float = 0.9
 
