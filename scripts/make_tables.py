@@ -115,7 +115,7 @@ def export_page(records: list[dict[str, Any]]) -> str:
     for record in records:
         model, text = record["model"], record["data"]["evaluation"]
         lines += [
-            f"{model['id']}: {(model['note'] or '').strip()} Text: {text['name']}, {text['windows']} "
+            f"{model['id']}: {(model['note'] or 'no note').strip().rstrip('.')}. Text: {text['name']}, {text['windows']} "
             f"windows of {text['window']} tokens. Device: {record['device']['name']}."
         ]
     versions: dict[str, str] = {}

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import dmx
 from dmx.errors import AssignmentError, FormatError, RunError
-from dmx.exporting import exporter
+from dmx.exporting import exporter, writing
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, MXFP8_E5M2
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
@@ -164,6 +164,34 @@ def test_a_tensor_of_another_name_or_shape_is_found_in_the_files(
     _, plain = exporter._parts(model, assignment, layout)
     with pytest.raises(RunError, match=words):
         exporter.check_files(done.folder, wrong, assignment, plain)
+
+
+def test_bytes_that_bits_per_element_does_not_explain_are_found(make_tiny, tmp_path, monkeypatch):
+    model = make_tiny("llama").model
+    packed = dataclasses.replace(exporter.LAYOUTS["torchao"], packed=True)  # 6 bits lie in bytes
+    monkeypatch.setitem(exporter.LAYOUTS, "torchao", packed)
+    with pytest.raises(RunError, match=r"quantized tensors take \d+ bytes, bits_per_element says"):
+        exported(model, mixed(model, (MXFP6_E2M3,)), tmp_path / "out", "torchao", inputs=True)
+    assert not list(tmp_path.iterdir())
+
+
+@needs("torchao")
+def test_a_shard_of_torchao_that_names_its_own_tensors_alone_is_found_by_loading(
+    make_tiny, tmp_path, loaded_apart, monkeypatch
+):
+    def write(path, parts, metadata):
+        own = {name.rpartition(".")[0] for part in parts for name in part.specs}
+        kept = {k: v for k, v in metadata.items() if k.removesuffix(".weight") in own}
+        return write_file(path, parts, kept | {"tensor_names": json.dumps(list(kept))})
+
+    write_file = writing._write_file
+    monkeypatch.setattr(writing, "_write_file", write)
+    model = make_tiny("llama", dtype="bfloat16").model
+    with pytest.raises(RunError, match=r"cannot load it|loaded it with|logits differ"):
+        dmx.export(
+            model, mixed(model, HELD["torchao"]), tmp_path / "out", target="torchao", inputs=True,
+            max_shard_bytes=40_000,
+        )  # fmt: skip
 
 
 def test_a_split_fused_group_has_no_vllm_profile(make_tiny, tmp_path):
