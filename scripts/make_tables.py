@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -84,6 +86,56 @@ def conditions(record: dict[str, Any]) -> str:
     return "\n".join(f"- {p.strip()}" for p in parts)
 
 
+def tasks_page(record: dict[str, Any]) -> str:
+    """Zero-shot metrics of a record of `experiments.evaluate`, each with its difference to bf16."""
+    rows = [row for row in record["results"] if row["zero_shot"]]
+    tasks = list(rows[0]["zero_shot"])
+    metrics = [rows[0]["zero_shot"][task]["metric"] for task in tasks]
+    named = " | ".join(
+        f"{task}, {metric}, % | minus bf16" for task, metric in zip(tasks, metrics, strict=True)
+    )
+    lines = [f"| method | element_bits | {named} |", "|---|---|" + "---|---|" * len(tasks)]
+    for row in rows:
+        cells = [row["label"], f"{row['element_bits']:.3f}"]
+        for task in tasks:
+            found, base = row["zero_shot"][task], rows[0]["zero_shot"][task]
+            items = np.array(found["items"], dtype=float) - np.array(base["items"])
+            error = items.std(ddof=1) / len(items) ** 0.5
+            cells += [f"{100 * found['value']:.1f} ± {100 * found['stderr']:.1f}"]
+            cells += ["–" if row is rows[0] else f"{100 * items.mean():+.1f} ± {100 * error:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    facts = rows[0]["zero_shot"]
+    lines += [
+        "", f"- Model: {record['model']['id']}, {record['model']['dtype']}. {record['model']['note'] or ''}".rstrip(),
+        f"- Device: {record['device']['name']}; {record['wall_seconds']:.0f} s for all rows; "
+        f"torch {record['versions']['torch']}; {record['finished'][:10]}.",
+        "- Items: " + ", ".join(f"{task} {facts[task]['count']}" for task in tasks) + ". Differences are "
+        "paired by item, ± their standard error. Weights and inputs quantized.",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def linear_page(record: dict[str, Any]) -> str:
+    """Times of scripts/bench_mor.py: one linear layer, forward and backward."""
+    lines = [
+        "| in = out | recipe | ms | low, high | times bf16's speed | target |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        if row.get("failed"):
+            lines.append(f"| {row['size']} | {row['recipe']} | not run | | | |")
+            continue
+        reached = {None: "", True: ", reached", False: ", missed"}[row["reached"]]
+        target = "" if row["target"] is None else f"{row['target']:g}{reached}"
+        lines.append(
+            f"| {row['size']} | {row['recipe']} | {row['ms']:.3f} | {row['ms_low']:.3f}, "
+            f"{row['ms_high']:.3f} | {row['speedup']:.3f} | {target} |"
+        )
+    tokens = record["rows"][0]["tokens"]
+    return "\n".join(
+        [*lines, "", f"- {record['device']}, torch {record['torch']}, {tokens} tokens, bf16."]
+    )
+
+
 EXPORT_HEAD = (
     "| model | target | layers a format | inputs | element_bits | quantized bytes | fake-quantized | files "
     "| logits | largest difference | KL, nats/token |\n|---|---|---|---|---|---|---|---|---|---|---|"
@@ -146,6 +198,9 @@ def outputs() -> dict[Path, str | bytes]:
         record = json.loads(path.read_text())
         if record.get("command") == "export":
             exports.append(record)
+        if "parts_us" in record:
+            title = path.stem.replace("_", " ")
+            made[RESULTS / f"{path.stem}.md"] = f"# {title}\n\n{linear_page(record)}\n"
         if record.get("schema") != "dmx.record/1" or record["command"] not in (
             "compare",
             "evaluate",
@@ -153,6 +208,10 @@ def outputs() -> dict[Path, str | bytes]:
         ):
             continue
         name = path.stem
+        if not record["requested"].get("eval", {}).get("perplexity", True):
+            title = name.replace("_", " ")
+            made[RESULTS / f"{name}.md"] = f"# {title}\n\n{tasks_page(record)}\n"
+            continue
         text = f"# {name.replace('_', ' ')}\n\n{conditions(record)}\n\n{table(record)}\n"
         figure = pareto(group_rows(record["results"]), zoom=record["command"] == "compare")
         if figure is not None:
