@@ -90,7 +90,7 @@ def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool = False) -
 
 def cast_both(x: Tensor, largest: Tensor, format: str) -> tuple[Fp8, Fp8]:
     """`cast(x)` and `cast(x, transposed=True)`; of 16-bit x in one read."""
-    if x.is_cuda and x.numel() and x.element_size() == 2:
+    if x.is_cuda and x.numel():
         from mor.kernels import triton_fp8
 
         codes, turned, scales, _ = triton_fp8.cast(
@@ -109,16 +109,9 @@ def cast_and_measure(
     if x.is_cuda and x.numel() and metric == "relative_error":
         from mor.kernels import triton_fp8
 
-        # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
-        # test on a GPU (Triton 3.6), which 16-bit inputs pass.
-        one_read = both and x.element_size() == 2
         codes, turned, scales, error = triton_fp8.cast(
-            x, largest, format, plain=True, turned=one_read, measured=True
+            x, largest, format, plain=True, turned=both, measured=True
         )
-        if both and turned is None:
-            turned = triton_fp8.cast(x, largest, format, plain=False, turned=True, measured=False)[
-                1
-            ]
         assert codes is not None and error is not None
         return (
             Fp8(codes, scales, format),

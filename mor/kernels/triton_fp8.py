@@ -145,6 +145,14 @@ def cast(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """Codes of x, codes of its transpose, scales, mean relative error ((1,) float64); None for
     what is not asked for. See `mor.fp8.cast`."""
+    if plain and turned and x.element_size() == 4:
+        # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
+        # test on a GPU (Triton 3.6), which 16-bit inputs pass.
+        codes, _, scales, error = cast(
+            x, largest, format, plain=True, turned=False, measured=measured
+        )
+        other = cast(x, largest, format, plain=False, turned=True, measured=False)[1]
+        return codes, other, scales, error
     (rows, columns), device = x.shape, x.device
     codes = torch.empty(rows, columns, dtype=FLOAT8[format], device=device) if plain else None
     other = torch.empty(columns, rows, dtype=FLOAT8[format], device=device) if turned else None

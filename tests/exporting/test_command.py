@@ -1,7 +1,6 @@
 """python -m experiments.export and .evaluate: what they leave of files, and refusals in one line."""
 
 import json
-import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,20 +16,15 @@ L0 = "model.layers.0"
 
 
 @pytest.fixture
-def run(monkeypatch, capfd, tmp_path):
+def run(run, tmp_path):
+    """As everywhere, on a tiny random model; standard output on one line."""
+    base = [
+        "model=tiny_random", "data=synthetic", "run.device=cpu", f"run.folder={tmp_path / 'run'}",
+    ]  # fmt: skip
+
     def command(module, *arguments):
-        base = [
-            "model=tiny_random", "data=synthetic", "run.device=cpu",
-            f"run.folder={tmp_path / 'run'}",
-        ]  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["x", *base, *map(str, arguments)])
-        code = 0
-        try:
-            module.main()
-        except SystemExit as error:
-            code = error.code
-        out, err = capfd.readouterr()
-        return code, " ".join(out.split()), " ".join(err.split())
+        code, out, err = run(module, *base, *arguments)
+        return code, " ".join(out.split()), err
 
     return command
 
