@@ -13,7 +13,9 @@ reference.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,20 +48,43 @@ class Fp8:
         return (self.codes.float() / self.scales[1]).to(dtype)
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest magnitude, (1,) float32; inf if x holds NaN or Inf, 0 if x is empty."""
-    if x.is_cuda and x.numel():
+class Cast(NamedTuple):
+    """FP8 forms of one matrix; None where not asked for."""
+
+    plain: Fp8 | None
+    turned: Fp8 | None
+    """Of the transpose."""
+
+
+def amax(*tensors: Tensor) -> Tensor:
+    """Partial largest magnitudes, (n, P) float32: the maximum of a row is the tensor's amax. It is
+    inf where the tensor holds NaN or Inf, 0 where it is empty. P is `partials(device)`.
+
+    Args:
+        tensors: one or two, on one device.
+    """
+    if tensors[0].is_cuda:
         from mor.kernels import triton_fp8
 
-        return triton_fp8.amax(x)
-    if not x.numel():
-        return torch.zeros(1, device=x.device)
-    largest = x.abs().amax().float().reshape(1)
-    return torch.where(largest.isfinite(), largest, torch.inf)
+        return triton_fp8.amax(tensors)
+    largest = torch.stack(
+        [x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device) for x in tensors]
+    )
+    return torch.where(largest.isfinite(), largest, torch.inf)[:, None]
+
+
+def partials(device: torch.device) -> int:
+    """Columns of `amax`: a GPU leaves the last maximum to whoever needs it, which saves a launch."""
+    return 512 if device.type == "cuda" else 1
 
 
 def scales_of(largest: Tensor, format: str) -> Tensor:
-    """(2,) float32: 1 / S and S = Q / amax; 1 for a zero tensor, NaN for one that is not finite."""
+    """(2,) float32: 1 / S and S = Q / amax; 1 for a zero tensor, NaN for one that is not finite.
+
+    Args:
+        largest: (P,), a row of `amax`.
+    """
+    largest = largest.amax(0, keepdim=True)
     top = torch.full_like(largest, ELEMENTS[format].max_normal)
     scale = (top / largest).clamp(max=MAX_SCALE)
     scale = torch.where(largest == 0, 1.0, scale)
@@ -67,62 +92,47 @@ def scales_of(largest: Tensor, format: str) -> Tensor:
     return torch.cat((scale.reciprocal(), scale))
 
 
-def cast(x: Tensor, largest: Tensor, format: str, *, transposed: bool = False) -> Fp8:
-    """FP8 codes of the matrix x, or of its transpose.
+def cast(
+    tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool = True,
+    turned: bool = False, metric: Metric | None = None,
+) -> tuple[list[Cast], Tensor | None]:  # fmt: skip
+    """FP8 codes of matrices, of their transposes or of both (16-bit ones in one read), and the
+    errors of the casts.
 
     Args:
-        x: (R, C) fp32, bf16 or fp16.
-        largest: (1,) float32, `amax(x)`.
+        tensors: one or two (R, C) matrices, fp32, bf16 or fp16.
+        largest: (n, P), `amax` of these tensors.
+        metric: None = errors are not measured.
+
+    Returns:
+        One `Cast` for each, and the errors as (n,) float64: inf of what is not finite.
     """
-    if x.is_cuda and x.numel():
+    if tensors[0].is_cuda and metric in (None, "relative_error"):
         from mor.kernels import triton_fp8
 
-        codes, turned, scales, _ = triton_fp8.cast(
-            x, largest, format, plain=not transposed, turned=transposed, measured=False
+        found, errors = triton_fp8.cast(
+            tensors, largest, format, plain=plain, turned=turned, measured=metric is not None
         )
-        found = turned if transposed else codes
-        assert found is not None
-        return Fp8(found, scales, format)
-    scales = scales_of(largest, format)
-    codes = (x.float() * scales[1]).to(FLOAT8[format])
-    return Fp8(codes.t().contiguous() if transposed else codes.contiguous(), scales, format)
-
-
-def cast_both(x: Tensor, largest: Tensor, format: str) -> tuple[Fp8, Fp8]:
-    """`cast(x)` and `cast(x, transposed=True)`; of 16-bit x in one read."""
-    if x.is_cuda and x.numel():
-        from mor.kernels import triton_fp8
-
-        codes, turned, scales, _ = triton_fp8.cast(
-            x, largest, format, plain=True, turned=True, measured=False
-        )
-        assert codes is not None and turned is not None
-        return Fp8(codes, scales, format), Fp8(turned, scales, format)
-    return cast(x, largest, format), cast(x, largest, format, transposed=True)
-
-
-def cast_and_measure(
-    x: Tensor, largest: Tensor, format: str, metric: Metric, *, both: bool = False
-) -> tuple[Fp8, Fp8 | None, Tensor]:
-    """As `cast`; with `both` the transpose too, else None; and the error of the cast as (1,)
-    float64: inf if x is not finite."""
-    if x.is_cuda and x.numel() and metric == "relative_error":
-        from mor.kernels import triton_fp8
-
-        codes, turned, scales, error = triton_fp8.cast(
-            x, largest, format, plain=True, turned=both, measured=True
-        )
-        assert codes is not None and error is not None
-        return (
-            Fp8(codes, scales, format),
-            Fp8(turned, scales, format) if turned is not None else None,
-            error,
-        )
-    result = cast(x, largest, format)
-    wide = to_matrix(x).float()[None, :, None, :]
-    measured = metric_error(wide, result.dequantize(torch.float32)[None, :, None, :], metric)
-    other = cast(x, largest, format, transposed=True) if both else None
-    return result, other, measured.reshape(1)
+        return [
+            Cast(
+                None if codes is None else Fp8(codes, scales, format),
+                None if other is None else Fp8(other, scales, format),
+            )
+            for codes, other, scales in found
+        ], errors
+    casts, measured = [], []
+    for x, row in zip(tensors, largest, strict=True):
+        scales = scales_of(row, format)
+        codes = (x.float() * scales[1]).to(FLOAT8[format])
+        own = Fp8(codes.contiguous(), scales, format)
+        other = Fp8(codes.t().contiguous(), scales, format) if turned else None
+        casts.append(Cast(own if plain else None, other))
+        if metric is not None:
+            wide, narrow = (
+                y[None, :, None, :] for y in (to_matrix(x).float(), own.dequantize(torch.float32))
+            )
+            measured.append(metric_error(wide, narrow, metric).reshape(1))
+    return casts, torch.cat(measured) if metric is not None else None
 
 
 @functools.cache

@@ -26,7 +26,7 @@ Source: MoR, arXiv 2512.22804. Speculation, `refresh_every` and the sharing are 
 """
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from mor import fp8
 from mor._base import adopt, check_input, put_back, replace_layers
-from mor.config import BF16_INDEX, FORMATS, MorConfig, MorError
+from mor.config import BF16_INDEX, FORMATS, Metric, MorConfig, MorError
 from mor.fp8 import Fp8
 from mor.partition import parse_partition
 from mor.policy import quantize, round_to_bf16, signed_threshold
@@ -126,41 +126,58 @@ def _uses_hardware(config: MorConfig, device: torch.device) -> bool:
     return available and config.products != "emulated"
 
 
-class _Trial:
-    """An operand with its casts to every FP8 format of the ladder, errors still on the device."""
+class _Trials:
+    """One or two operands with their casts to every FP8 format of the ladder, errors still on the
+    device."""
 
     def __init__(
-        self, x: Tensor, config: MorConfig, held: str | None, *, both: bool = False
-    ) -> None:
-        """held: the decision to keep; None decides anew. both: casts of the transpose, too."""
-        self.x, self.largest, self.held = x, fp8.amax(x), held
-        self.casts: dict[str, Fp8] = {}
-        self.turned: dict[str, Fp8] = {}
+        self, operands: list[Tensor], config: MorConfig, held: list[str | None], *,
+        turned: bool = False,
+    ) -> None:  # fmt: skip
+        """held: the decisions to keep; None decides anew. turned: casts of the transposes, too."""
+        self.operands, self.config, self.held = operands, config, held
+        self.largest = fp8.amax(*operands)
+        self.casts: list[dict[str, fp8.Cast]] = [{} for _ in operands]
         self.errors: list[Tensor] = []
-        if held is None:
+        """By format, (n,) float64."""
+        if None in held:
             for name in config.fp8_formats:
-                cast, turned, error = fp8.cast_and_measure(
-                    x, self.largest, name, config.metric, both=both
-                )
-                self.casts[name] = cast
-                if turned is not None:
-                    self.turned[name] = turned
-                self.errors.append(error)
-        elif held != "bf16" and both:
-            self.casts[held], self.turned[held] = fp8.cast_both(x, self.largest, held)
-        elif held != "bf16":
-            self.casts[held] = fp8.cast(x, self.largest, held)
+                self._cast(name, range(len(operands)), turned, config.metric)
+        else:
+            for name in sorted({name for name in held if name and name != "bf16"}):
+                which = [i for i, own in enumerate(held) if own == name]
+                self._cast(name, which, turned, None)
 
-    def choose(self, errors: list[float], config: MorConfig) -> str:
-        """First format of the ladder whose error is below its threshold."""
-        for name, error in zip(config.fp8_formats, errors, strict=True):
-            if error < signed_threshold(config, name):
-                return name
-        return "bf16"
+    def _cast(self, format: str, which: Sequence[int], turned: bool, metric: Metric | None) -> None:
+        largest = self.largest
+        if len(which) < len(self.operands):
+            largest = largest[which[0] : which[0] + 1]
+        operands = [self.operands[i] for i in which]
+        casts, errors = fp8.cast(operands, largest, format, turned=turned, metric=metric)
+        for i, cast in zip(which, casts, strict=True):
+            self.casts[i][format] = cast
+        if errors is not None:
+            self.errors.append(errors)
+
+    def decide(self, errors: list[float]) -> tuple[list[str], list[float | None]]:
+        """Of each operand the first format whose error is below its threshold, and the error of the
+        ladder's first format; errors of all formats and operands, none = all are held."""
+        if not errors:
+            return [name or "bf16" for name in self.held], [None] * len(self.held)
+        n, config = len(self.operands), self.config
+        formats = []
+        for i in range(n):
+            passing = (
+                name
+                for name, error in zip(config.fp8_formats, errors[i::n], strict=True)
+                if error < signed_threshold(config, name)
+            )
+            formats.append(next(passing, "bf16"))
+        return formats, list(errors[:n])
 
 
 class _Fetch:
-    """Errors of several trials on their way to the host; `wait` is the pass's one wait."""
+    """Errors of trials on their way to the host; `wait` is the pass's one wait."""
 
     def __init__(self, errors: list[Tensor], state: LayerState) -> None:
         self.values: Tensor | None = None
@@ -187,15 +204,22 @@ class _Fetch:
 
 
 class _Operand:
-    """One side of a product: FP8 if `codes`, else values that enter in BF16."""
+    """One side of a product: FP8, or values that enter in BF16."""
 
-    def __init__(self, x: Tensor, largest: Tensor, format: str, cast: Fp8 | None, turned: bool):
+    def __init__(
+        self, x: Tensor, largest: Tensor, format: str, *, cast: Fp8 | None, turned: bool = False
+    ) -> None:
+        """largest: (1, P), `fp8.amax(x)`. cast: codes in the product's orientation, where made."""
         self.x, self.largest, self.format, self.cast, self.turned = x, largest, format, cast, turned
 
     def fp8(self) -> Fp8:
         """Codes in the product's orientation, contiguous."""
         if self.cast is None:
-            self.cast = fp8.cast(self.x, self.largest, self.format, transposed=self.turned)
+            casts, _ = fp8.cast(
+                [self.x], self.largest, self.format, plain=not self.turned, turned=self.turned
+            )
+            self.cast = casts[0].turned if self.turned else casts[0].plain
+            assert self.cast is not None
         return self.cast
 
     def dense(self) -> Tensor:
@@ -229,51 +253,42 @@ def _multiply(
 def _tensor_forward(
     x: Tensor, weight: Tensor, state: LayerState, deciding: bool, counting: bool
 ) -> tuple[Tensor, Tensor, list[str]]:
-    config = state.config
-    held = [None if deciding else state.formats.get(name) for name in ("input", "weight")]
-    trials = [_Trial(x, config, held[0]), _Trial(weight, config, held[1])]
-    fetch = _Fetch([error for trial in trials for error in trial.errors], state)
+    config, names = state.config, ("input", "weight")
+    held = [None if deciding else state.formats.get(name) for name in names]
+    trials = _Trials([x, weight], config, held)
+    fetch = _Fetch(trials.errors, state)
 
     def product(formats: list[str]) -> tuple[Tensor, str]:
         a, b = (
-            _Operand(t.x, t.largest, name, t.casts.get(name), False)
-            for t, name in zip(trials, formats, strict=True)
+            _Operand(y, trials.largest[i : i + 1], name, cast=_plain(casts, name))
+            for i, (y, casts, name) in enumerate(
+                zip(trials.operands, trials.casts, formats, strict=True)
+            )
         )
         return _multiply("forward", a, b, config, x.dtype)
 
-    likely = [state.formats.get(name, config.formats[0]) for name in ("input", "weight")]
+    likely = [held[i] or state.formats.get(name, config.formats[0]) for i, name in enumerate(names)]
     out, execution = product(likely)
-    formats, errors = _decided(trials, fetch, config)
+    formats, errors = trials.decide(fetch.wait())
     if formats != likely:
         out, execution = product(formats)
     if counting:
-        for i, name in enumerate(("input", "weight")):
+        for i, name in enumerate(names):
             state.formats[name] = formats[i]
-            _count(state, name, trials[i].x, formats[i], errors[i], config)
+            _count(state, name, trials.operands[i], formats[i], errors[i])
         state.count_product("forward", execution)
-    return out, torch.cat([t.largest for t in trials]), formats
+    return out, trials.largest, formats
 
 
-def _decided(
-    trials: list[_Trial], fetch: _Fetch, config: MorConfig
-) -> tuple[list[str], list[list[float]]]:
-    """Formats and errors of the trials; held ones have no errors."""
-    arrived = iter(fetch.wait())
-    errors = [[next(arrived) for _ in trial.errors] for trial in trials]
-    formats = [
-        trial.held if trial.held is not None else trial.choose(e, config)
-        for trial, e in zip(trials, errors, strict=True)
-    ]
-    return formats, errors
+def _plain(casts: dict[str, fp8.Cast], format: str) -> Fp8 | None:
+    return casts[format].plain if format in casts else None
 
 
-def _count(
-    state: LayerState, operand: str, x: Tensor, format: str, errors: list[float], config: MorConfig
-) -> None:
+def _count(state: LayerState, operand: str, x: Tensor, format: str, error: float | None) -> None:
     # The column of relative errors stays empty under another metric.
-    is_measured = bool(errors) and config.metric == "relative_error"
-    finite = not errors or errors[0] != float("inf")
-    state.count_operand(operand, format, x.numel(), errors[0] if is_measured else None, finite)
+    is_measured = error is not None and state.config.metric == "relative_error"
+    finite = error != float("inf")
+    state.count_operand(operand, format, x.numel(), error if is_measured else None, finite)
 
 
 def _tensor_backward(
@@ -283,37 +298,48 @@ def _tensor_backward(
     config, counting = state.config, bool(meta[_COUNTING])
     input_format, weight_format = FORMATS[meta[_INPUT]], FORMATS[meta[_WEIGHT]]
     held = None if meta[_DECIDING] else state.formats.get("grad_output")
-    trial = _Trial(grad, config, held, both=need_input and need_weight)
-    fetch = _Fetch(trial.errors, state)
-    turned_weight = _Operand(weight, largest[1:], weight_format, None, True)
-    turned_input = _Operand(x, largest[:1], input_format, None, True)
+    trials = _Trials([grad], config, [held], turned=need_input and need_weight)
+    fetch = _Fetch(trials.errors, state)
+    likely = held or state.formats.get("grad_output", config.formats[0])
+    turned: list[fp8.Cast | None] = [None, None]
+    both_needed = need_input and need_weight and likely != "bf16"
+    if both_needed and input_format == weight_format != "bf16":
+        turned[:], _ = fp8.cast([x, weight], largest, input_format, plain=False, turned=True)
+    turned_input, turned_weight = (
+        _Operand(y, largest[i : i + 1], name, cast=cast.turned if cast else None, turned=True)
+        for i, (y, name, cast) in enumerate(
+            zip((x, weight), (input_format, weight_format), turned, strict=True)
+        )
+    )
 
     def grad_input(format: str) -> tuple[Tensor, str]:
-        a = _Operand(grad, trial.largest, format, trial.casts.get(format), False)
+        cast = _plain(trials.casts[0], format)
+        a = _Operand(grad, trials.largest, format, cast=cast)
         return _multiply("grad_input", a, turned_weight, config, grad.dtype)
 
     def grad_weight(format: str) -> tuple[Tensor, str]:
-        a = _Operand(grad, trial.largest, format, trial.turned.get(format), True)
+        found = trials.casts[0].get(format)
+        cast = found.turned if found else None
+        a = _Operand(grad, trials.largest, format, cast=cast, turned=True)
         return _multiply("grad_weight", a, turned_input, config, grad.dtype)
 
     # One of the two runs while the errors travel.
     first = grad_input if need_input else grad_weight
-    likely = state.formats.get("grad_output", config.formats[0])
     result = first(likely)
-    formats, errors = _decided([trial], fetch, config)
-    if formats[0] != likely:
-        result = first(formats[0])
+    (format,), (error,) = trials.decide(fetch.wait())
+    if format != likely:
+        result = first(format)
     by_input = result if need_input else None
-    by_weight = (grad_weight(formats[0]) if need_input else result) if need_weight else None
+    by_weight = (grad_weight(format) if need_input else result) if need_weight else None
     if counting:
-        state.formats["grad_output"] = formats[0]
+        state.formats["grad_output"] = format
         if by_input is not None:
-            _count(state, "grad_output", grad, formats[0], errors[0], config)
-            _count(state, "weight_transposed", weight, weight_format, [], config)
+            _count(state, "grad_output", grad, format, error)
+            _count(state, "weight_transposed", weight, weight_format, None)
             state.count_product("grad_input", by_input[1])
         if by_weight is not None:
-            _count(state, "grad_output_transposed", grad, formats[0], errors[0], config)
-            _count(state, "input_transposed", x, input_format, [], config)
+            _count(state, "grad_output_transposed", grad, format, error)
+            _count(state, "input_transposed", x, input_format, None)
             state.count_product("grad_weight", by_weight[1])
     return by_input[0] if by_input else None, by_weight[0] if by_weight else None
 
@@ -354,7 +380,7 @@ def _grid(x: Tensor, config: MorConfig) -> torch.Size:
 def _forward(
     x: Tensor, weight: Tensor, handle: int, training: bool
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """x (T, I) @ weight (O, I).T; also both amax ((2,) float32) and the pass's meta."""
+    """x (T, I) @ weight (O, I).T; also `fp8.amax` of both and the pass's meta."""
     state = state_of(handle)
     # Inside the autograd engine a forward pass is a recomputation: same decisions, no counting.
     counting = training and torch._C._current_graph_task_id() == -1
@@ -369,7 +395,8 @@ def _forward(
         else:
             operands = {"input": x, "weight": weight}
             out = _general_product("forward", operands, state, deciding, counting)
-            largest, formats = x.new_zeros(2, dtype=torch.float32), ["bf16", "bf16"]
+            largest = x.new_zeros(2, fp8.partials(x.device), dtype=torch.float32)
+            formats = ["bf16", "bf16"]
     meta = [*map(FORMATS.index, formats), int(every == 1 or state.is_deciding), int(training)]
     return out, largest, meta
 
@@ -386,7 +413,8 @@ def linear_forward(
 @linear_forward.register_fake
 def _(x: Tensor, weight: Tensor, handle: int, training: bool) -> tuple[Tensor, Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    return out, x.new_empty(2, dtype=torch.float32), torch.empty(4, dtype=torch.uint8, device="cpu")
+    largest = x.new_empty(2, fp8.partials(x.device), dtype=torch.float32)
+    return out, largest, torch.empty(4, dtype=torch.uint8, device="cpu")
 
 
 def _linear_gradients(

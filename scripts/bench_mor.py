@@ -115,21 +115,29 @@ def bench(size: int, tokens: int, rounds: int, compiled: bool) -> list[dict[str,
 
 
 def breakdown(size: int, tokens: int) -> dict[str, float]:
-    """Microseconds of MoR's parts on one operand and of the products, each alone."""
+    """Microseconds of MoR's parts on input and weight and of the products, each alone."""
     from mor import fp8
 
     x = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    largest, largest_w = fp8.amax(x), fp8.amax(w)
-    a, b = fp8.cast(x, largest, "e4m3"), fp8.cast(w, largest_w, "e4m3")
+    grad = torch.randn_like(x)
+    largest, largest_grad = fp8.amax(x, w), fp8.amax(grad)
+    (a, b), _ = fp8.cast([x, w], largest, "e4m3")
+    assert a.plain is not None and b.plain is not None
+    left, right = a.plain, b.plain
     parts: dict[str, Callable[[], object]] = {
-        "amax": lambda: fp8.amax(x),
-        "cast": lambda: fp8.cast(x, largest, "e4m3"),
-        "cast transposed": lambda: fp8.cast(x, largest, "e4m3", transposed=True),
-        "cast and measure": lambda: fp8.cast_and_measure(x, largest, "e4m3", "relative_error"),
+        "amax of both": lambda: fp8.amax(x, w),
+        "cast both": lambda: fp8.cast([x, w], largest, "e4m3"),
+        "cast and measure both": lambda: fp8.cast([x, w], largest, "e4m3", metric="relative_error"),
+        "cast both transposed": lambda: fp8.cast([x, w], largest, "e4m3", plain=False, turned=True),
+        "cast the gradient, both ways": lambda: fp8.cast([grad], largest_grad, "e4m3", turned=True),
         "bf16 product": lambda: x @ w.t(),
-        "fp8 product, fast": lambda: fp8.real_product(a, b, torch.bfloat16, fast_accumulation=True),
-        "fp8 product": lambda: fp8.real_product(a, b, torch.bfloat16, fast_accumulation=False),
+        "fp8 product, fast": lambda: fp8.real_product(
+            left, right, torch.bfloat16, fast_accumulation=True
+        ),
+        "fp8 product": lambda: fp8.real_product(
+            left, right, torch.bfloat16, fast_accumulation=False
+        ),
     }
     times = time_steps({n: lambda f=f: f() for n, f in parts.items()}, rounds=5, per_round=20)
     return {name: 1000 * statistics.median(values) for name, values in times.items()}

@@ -3,8 +3,9 @@
 One read of x for amax and one for the cast; the error comes out of the cast's registers. Sums go
 through a partial result per tile in a fixed order, so two runs agree to the bit.
 
-A linear layer launches a dozen of them a step, and Triton's own look-up of a compiled kernel takes
-65 us of host time, more than most of them run: `_Kernel` keeps compiled kernels itself.
+Host time decides at layers of 4096 and less: a launch takes longer than most of these kernels run.
+So input and weight share every launch, the last step of a maximum is left to the kernels that read
+it, and `_Kernel` keeps compiled kernels itself (Triton's own look-up takes 65 us).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,12 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from mor.config import ELEMENTS
+from mor.fp8 import FLOAT8, partials
 from mor.scaling import MAX_SCALE
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _AMAX_BLOCK = 8192
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
 _REDUCE_BLOCK = 1024
+_SCALES = 4
+"""Places of a matrix's two scales in the workspace: the matrix product wants 16 bytes aligned."""
 SURELY_ZERO = tl.constexpr(2.0**-20)
 """Below half the smallest subnormal of E4M3 (2**-9) and E5M2 (2**-16)."""
 
@@ -36,7 +39,7 @@ class _Kernel:
         self.compiled: dict[tuple[Any, ...], Any] = {}
 
     def launch(
-        self, grid: tuple[int, int], arguments: Sequence[Tensor | int], constants: tuple[Any, ...]
+        self, grid: int, arguments: Sequence[Tensor | int], constants: tuple[Any, ...]
     ) -> None:
         """arguments: of the kernel, in order; constants: its constexpr ones, which stand last."""
         key: list[Any] = [*constants]
@@ -47,27 +50,34 @@ class _Kernel:
                 key.append((argument == 1, argument % 16 == 0, argument >= 2**31))
         found = self.compiled.get(tuple(key))
         if found is None:
-            self.compiled[tuple(key)] = self.function[(*grid, 1)](
-                *arguments, *constants, num_warps=8
-            )
+            self.compiled[tuple(key)] = self.function[(grid,)](*arguments, *constants, num_warps=8)
         else:
-            found[(*grid, 1)](*arguments, *constants)
+            found[(grid, 1, 1)](*arguments, *constants)
 
 
-@_Kernel
 @triton.jit
-def _amax_kernel(x_ptr, partial_ptr, n, BLOCK: tl.constexpr):
+def _amax_part(x_ptr, largest_ptr, n, program, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
     # A program strides over the tensor, so the number of partials does not grow with it.
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
     largest = tl.zeros((BLOCK,), tl.float32)
-    for base in range(start, n, step):
+    for base in range(program.to(tl.int64) * BLOCK, n, PROGRAMS * BLOCK):
         index = base + tl.arange(0, BLOCK)
         x = tl.abs(tl.load(x_ptr + index, mask=index < n, other=0.0).to(tl.float32))
         # The comparison is false for NaN too, which max would drop.
         x = tl.where(x < float("inf"), x, float("inf"))
         largest = tl.maximum(largest, x)
-    tl.store(partial_ptr + tl.program_id(0), tl.max(largest, 0))
+    tl.store(largest_ptr + program, tl.max(largest, 0))
+
+
+@_Kernel
+@triton.jit
+def _amax_kernel(
+    a_ptr, b_ptr, largest_ptr, a_n, b_n, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < PROGRAMS:
+        _amax_part(a_ptr, largest_ptr, a_n, program, PROGRAMS, BLOCK)
+    else:
+        _amax_part(b_ptr, largest_ptr + PROGRAMS, b_n, program - PROGRAMS, PROGRAMS, BLOCK)
 
 
 @triton.jit
@@ -77,23 +87,22 @@ def _scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
     return tl.where(amax < float("inf"), scale, float("nan"))
 
 
-@_Kernel
 @triton.jit
-def _cast_kernel(
-    x_ptr, amax_ptr, codes_ptr, turned_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns,
-    row_stride, column_stride, TOP: tl.constexpr, MAX_SCALE: tl.constexpr, PLAIN: tl.constexpr,
-    TURNED: tl.constexpr, MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _cast_tile(
+    x_ptr, largest_ptr, codes_ptr, turned_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns,
+    row_stride, column_stride, tile, TOP: tl.constexpr, MAX_SCALE: tl.constexpr,
+    PARTIALS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, MEASURED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tile_row, tile_column = tl.program_id(0), tl.program_id(1)
-    amax = tl.load(amax_ptr)
-    scale = _scale(amax, TOP, MAX_SCALE)
-    if (tile_row == 0) & (tile_column == 0):
+    scale = _scale(tl.max(tl.load(largest_ptr + tl.arange(0, PARTIALS)), 0), TOP, MAX_SCALE)
+    if tile == 0:
         # In float64: the float32 division flushes an inverse below 2**-126 to zero.
         inverse = tl.full((), 1.0, tl.float64) / scale.to(tl.float64)
         tl.store(scales_ptr, inverse.to(tl.float32))
         tl.store(scales_ptr + 1, scale)
-    row = (tile_row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = (tile_column * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    across = tl.cdiv(columns, COLUMNS)
+    row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     source = x_ptr + row[:, None] * row_stride + column[None, :] * column_stride
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
@@ -112,70 +121,121 @@ def _cast_kernel(
         error = tl.where(size < SURELY_ZERO, 1.0, error)
         is_nonzero = x != 0
         error = tl.where(is_nonzero, error, 0.0)
-        tile = tile_row * tl.num_programs(1) + tile_column
         tl.store(sum_ptr + tile, tl.sum(tl.sum(error, 1), 0))
-        tl.store(count_ptr + tile, tl.sum(tl.sum(is_nonzero.to(tl.int32), 1), 0))
+        # at most ROWS * COLUMNS: exact in float32
+        tl.store(count_ptr + tile, tl.sum(tl.sum(is_nonzero.to(tl.int32), 1), 0).to(tl.float32))
 
 
 @_Kernel
 @triton.jit
-def _mean_kernel(sum_ptr, count_ptr, amax_ptr, error_ptr, n, BLOCK: tl.constexpr):
+def _cast_kernel(
+    a_ptr, b_ptr, largest_ptr, a_codes_ptr, b_codes_ptr, a_turned_ptr, b_turned_ptr, work_ptr,
+    a_rows, a_columns, a_row_stride, a_column_stride, a_tiles,
+    b_rows, b_columns, b_row_stride, b_column_stride, b_tiles,
+    TOP: tl.constexpr, MAX_SCALE: tl.constexpr, PARTIALS: tl.constexpr, SCALES: tl.constexpr,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, MEASURED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    sum_ptr = work_ptr + 2 * SCALES
+    count_ptr = sum_ptr + a_tiles + b_tiles
+    if tile < a_tiles:
+        _cast_tile(
+            a_ptr, largest_ptr, a_codes_ptr, a_turned_ptr, work_ptr, sum_ptr, count_ptr, a_rows,
+            a_columns, a_row_stride, a_column_stride, tile, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED,
+            MEASURED, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        _cast_tile(
+            b_ptr, largest_ptr + PARTIALS, b_codes_ptr, b_turned_ptr, work_ptr + SCALES,
+            sum_ptr + a_tiles, count_ptr + a_tiles, b_rows, b_columns, b_row_stride,
+            b_column_stride, tile - a_tiles, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED, MEASURED,
+            ROWS, COLUMNS,
+        )  # fmt: skip
+
+
+@_Kernel
+@triton.jit
+def _mean_kernel(
+    work_ptr, largest_ptr, error_ptr, a_tiles, b_tiles, PARTIALS: tl.constexpr,
+    SCALES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    which = tl.program_id(0)
+    sum_ptr = work_ptr + 2 * SCALES + which * a_tiles
+    count_ptr = sum_ptr + a_tiles + b_tiles
+    n = tl.where(which == 0, a_tiles, b_tiles)
     total = tl.zeros((BLOCK,), tl.float64)
-    count = tl.zeros((BLOCK,), tl.int64)
+    count = tl.zeros((BLOCK,), tl.float64)
     for base in range(0, n, BLOCK):
         index = base + tl.arange(0, BLOCK)
         total += tl.load(sum_ptr + index, mask=index < n, other=0.0).to(tl.float64)
-        count += tl.load(count_ptr + index, mask=index < n, other=0).to(tl.int64)
-    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1).to(tl.float64)
-    finite = tl.load(amax_ptr) < float("inf")
-    tl.store(error_ptr, tl.where(finite, mean, float("inf")))
+        count += tl.load(count_ptr + index, mask=index < n, other=0.0).to(tl.float64)
+    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
+    amax = tl.max(tl.load(largest_ptr + which * PARTIALS + tl.arange(0, PARTIALS)), 0)
+    tl.store(error_ptr + which, tl.where(amax < float("inf"), mean, float("inf")))
 
 
-def amax(x: Tensor) -> Tensor:
-    """See `mor.fp8.amax`; x is not empty."""
-    flat = _dense(x)
-    programs = min(triton.cdiv(flat.numel(), _AMAX_BLOCK), _REDUCE_BLOCK)
-    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _amax_kernel.launch((programs, 1), (flat, partial, flat.numel()), (_AMAX_BLOCK,))
-    return partial.amax(0, keepdim=True)
+def amax(tensors: Sequence[Tensor]) -> Tensor:
+    """See `mor.fp8.amax`."""
+    a, b = _dense(tensors[0]), _dense(tensors[-1])
+    n, programs = len(tensors), partials(a.device)
+    largest = torch.empty(n, programs, dtype=torch.float32, device=a.device)
+    _amax_kernel.launch(
+        n * programs, (a, b, largest, a.numel(), b.numel()), (programs, _AMAX_BLOCK)
+    )
+    return largest
+
+
+_Codes = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 def cast(
-    x: Tensor, largest: Tensor, format: str, *, plain: bool, turned: bool, measured: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Codes of x, codes of its transpose, scales, mean relative error ((1,) float64); None for
-    what is not asked for. See `mor.fp8.cast`."""
-    if plain and turned and x.element_size() == 4:
+    tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool, turned: bool,
+    measured: bool,
+) -> tuple[list[_Codes], Tensor | None]:  # fmt: skip
+    """(codes, codes of the transpose, scales) of each matrix, and the errors ((n,) float64); see
+    `mor.fp8.cast`."""
+    a, b = tensors[0], tensors[-1]
+    if plain and turned and a.element_size() == 4:
         # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
         # test on a GPU (Triton 3.6), which 16-bit inputs pass.
-        codes, _, scales, error = cast(
-            x, largest, format, plain=True, turned=False, measured=measured
-        )
-        other = cast(x, largest, format, plain=False, turned=True, measured=False)[1]
-        return codes, other, scales, error
-    (rows, columns), device = x.shape, x.device
-    codes = torch.empty(rows, columns, dtype=FLOAT8[format], device=device) if plain else None
-    other = torch.empty(columns, rows, dtype=FLOAT8[format], device=device) if turned else None
-    grid = (triton.cdiv(rows, _TILE_ROWS), triton.cdiv(columns, _TILE_COLUMNS))
-    tiles = grid[0] * grid[1]
-    scales = torch.empty(2, dtype=torch.float32, device=device)
-    sums = counts = scales
+        first, errors = cast(tensors, largest, format, plain=True, turned=False, measured=measured)
+        second, _ = cast(tensors, largest, format, plain=False, turned=True, measured=False)
+        return [(f[0], s[1], f[2]) for f, s in zip(first, second, strict=True)], errors
+    n, device, dtype = len(tensors), a.device, FLOAT8[format]
+
+    def room(shape: torch.Size, is_asked: bool) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=device) if is_asked else None
+
+    codes = [room(x.shape, plain) for x in tensors]
+    other = [room(x.shape[::-1], turned) for x in tensors]
+    a_tiles, b_tiles = _tiles(a), _tiles(b) if n > 1 else 0
+    size = 2 * _SCALES + (2 * (a_tiles + b_tiles) if measured else 0)
+    work = torch.empty(size, dtype=torch.float32, device=device)
+    to, to_turned = (codes if plain else other), (other if turned else codes)
+    if not a_tiles or (n > 1 and not b_tiles):
+        work.fill_(1.0)  # an empty matrix has no tile that writes its scales
+    if a_tiles + b_tiles:
+        _cast_kernel.launch(
+            a_tiles + b_tiles,
+            (a, b, largest, to[0], to[-1], to_turned[0], to_turned[-1], work,
+             *a.shape, *a.stride(), a_tiles, *b.shape, *b.stride(), b_tiles),
+            (ELEMENTS[format].max_normal, MAX_SCALE, largest.shape[1], _SCALES, plain, turned,
+             measured, _TILE_ROWS, _TILE_COLUMNS),
+        )  # fmt: skip
+    scales = [work[_SCALES * i : _SCALES * i + 2] for i in range(n)]
+    errors = None
     if measured:
-        sums = torch.empty(tiles, dtype=torch.float32, device=device)
-        counts = torch.empty(tiles, dtype=torch.int32, device=device)
-    some = codes if codes is not None else other
-    assert some is not None
-    _cast_kernel.launch(
-        grid,
-        (x, largest, some if codes is None else codes, some if other is None else other, scales,
-         sums, counts, rows, columns, x.stride(0), x.stride(1)),
-        (ELEMENTS[format].max_normal, MAX_SCALE, plain, turned, measured, _TILE_ROWS, _TILE_COLUMNS),
-    )  # fmt: skip
-    if not measured:
-        return codes, other, scales, None
-    error = torch.empty(1, dtype=torch.float64, device=device)
-    _mean_kernel.launch((1, 1), (sums, counts, largest, error, tiles), (_REDUCE_BLOCK,))
-    return codes, other, scales, error
+        errors = torch.empty(n, dtype=torch.float64, device=device)
+        _mean_kernel.launch(
+            n, (work, largest, errors, a_tiles, b_tiles), (largest.shape[1], _SCALES, _REDUCE_BLOCK)
+        )
+    return list(zip(codes, other, scales, strict=True)), errors
+
+
+def _tiles(x: Tensor) -> int:
+    rows, columns = x.shape
+    return -(-rows // _TILE_ROWS) * -(-columns // _TILE_COLUMNS)
 
 
 def _dense(x: Tensor) -> Tensor:

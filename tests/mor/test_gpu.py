@@ -28,41 +28,54 @@ def hard(shape: tuple[int, int], kind: str, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def assert_equal_casts(found: list[fp8.Cast], expected: list[fp8.Cast]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_same_bits(a.scales, b.scales)
+                assert_same_bits(a.codes.view(torch.uint8), b.codes.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ("normal", "zeros", "outlier", "subnormal", "wide"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_equal_the_reference_bit_for_bit(shape, kind, dtype):
-    for x in (hard(shape, kind, dtype), hard(shape[::-1], kind, dtype).t()):
-        y = x.cuda() if x.is_contiguous() else x.t().cuda().t()
-        largest, expected_largest = fp8.amax(y), fp8.amax(x)
-        assert_same_bits(largest, expected_largest)
+    one, other = hard(shape, kind, dtype), hard(shape[::-1], kind, dtype).t()
+    small = hard((70, 33), "normal", dtype)
+    for tensors in ((one,), (other,), (one, small), (small, other), (small, one[:0])):
+        on_gpu = [x.cuda() if x.is_contiguous() else x.t().cuda().t() for x in tensors]
+        largest, expected_largest = fp8.amax(*on_gpu), fp8.amax(*tensors)
+        assert largest.shape == (len(tensors), fp8.partials(largest.device))
+        assert_same_bits(largest.amax(1, keepdim=True), expected_largest)
         for name in ("e4m3", "e5m2"):
-            cast, both, error = fp8.cast_and_measure(y, largest, name, "relative_error", both=True)
-            expected, _, expected_error = fp8.cast_and_measure(
-                x, expected_largest, name, "relative_error"
-            )
-            assert_same_bits(cast.scales, expected.scales)
-            assert_same_bits(cast.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-            # A term is rounded at another place (1e-7 of x, where the mean is 0.02 or more), and
-            # the float32 sum within a tile has another order.
-            torch.testing.assert_close(error.cpu(), expected_error, rtol=1e-5, atol=2e-7)
-            assert both is not None
-            for turned in (both, fp8.cast(y, largest, name, transposed=True)):
-                assert_same_bits(
-                    turned.codes.view(torch.uint8),
-                    expected.codes.t().contiguous().view(torch.uint8),
-                )
+            for asked in (
+                {"metric": "relative_error"},
+                {"metric": "relative_error", "turned": True},
+                {"turned": True},
+                {"plain": False, "turned": True},
+            ):
+                found, errors = fp8.cast(on_gpu, largest, name, **asked)
+                expected, expected_errors = fp8.cast(tensors, expected_largest, name, **asked)
+                assert_equal_casts(found, expected)
+                assert (errors is None) == (expected_errors is None)
+                if errors is not None:
+                    # A term is rounded at another place (1e-7 of x, where the mean is 0.02 or
+                    # more), and the float32 sum within a tile has another order.
+                    torch.testing.assert_close(errors.cpu(), expected_errors, rtol=1e-5, atol=2e-7)
 
 
 @pytest.mark.parametrize("special", (float("nan"), float("inf"), float("-inf")), ids=str)
 def test_what_is_not_finite_is_noticed(special):
     for at in (0, 12345, -1):
         x = torch.randn(300, 500, device="cuda", dtype=torch.bfloat16)
+        fine = torch.randn(30, 50, device="cuda", dtype=torch.bfloat16)
         x.view(-1)[at] = special
-        largest = fp8.amax(x)
-        cast, _, error = fp8.cast_and_measure(x, largest, "e4m3", "relative_error")
-        assert largest.item() == float("inf") and error.item() == float("inf")
-        assert cast.scales.isnan().all()
+        largest = fp8.amax(x, fine)
+        casts, errors = fp8.cast([x, fine], largest, "e4m3", metric="relative_error")
+        assert largest[0].amax().item() == float("inf") and largest[1].isfinite().all()
+        assert errors[0].item() == float("inf") and 0.01 < errors[1].item() < 0.045
+        assert casts[0].plain.scales.isnan().all() and casts[1].plain.scales.isfinite().all()
 
 
 @pytest.mark.parametrize("case", cases("mor_tensor", "mor"), ids=lambda c: c["case"])
@@ -73,9 +86,8 @@ def test_decisions_on_the_gpu_equal_golden(case):
     x = floats("morin", source["case"], "x", source["dtype"], "mor").reshape(source["shape"]).cuda()
     for run in case["runs"]:
         config = MorConfig(formats=run["ladder"], threshold=run["threshold"])
-        trial = linear._Trial(x, config, None)
-        errors = [float(error) for error in trial.errors]
-        assert trial.choose(errors, config) == run["choice"]
+        trials = linear._Trials([x], config, [None])
+        assert trials.decide(torch.cat(trials.errors).tolist())[0] == [run["choice"]]
         assert mor.FORMATS[int(mor.quantize(x, config).decision)] == run["choice"]
 
 

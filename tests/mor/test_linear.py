@@ -361,12 +361,15 @@ def test_fast_path_codes_equal_the_reference():
     for name in ("e4m3", "e5m2"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             x = (normal(64, 48) * 100).to(dtype)
-            cast, _, error = fp8.cast_and_measure(x, fp8.amax(x), name, "relative_error")
-            expected = mor.quantize(x, MorConfig(formats=(name, "bf16"), threshold=1.0))
-            assert_same_bits(cast.dequantize(dtype), expected.values)
-            assert torch.equal(error, expected.errors)
-            turned = fp8.cast(x, fp8.amax(x), name, transposed=True)
-            assert_same_bits(turned.codes.float(), cast.codes.t().float())
+            tensors = [x, -3 * x[:5]]
+            casts, errors = fp8.cast(
+                tensors, fp8.amax(*tensors), name, turned=True, metric="relative_error"
+            )
+            for y, cast, error in zip(tensors, casts, errors, strict=True):
+                expected = mor.quantize(y, MorConfig(formats=(name, "bf16"), threshold=1.0))
+                assert_same_bits(cast.plain.dequantize(dtype), expected.values)
+                assert torch.equal(error.reshape(1), expected.errors)
+                assert_same_bits(cast.turned.codes.float(), cast.plain.codes.t().float())
 
 
 def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, monkeypatch):
