@@ -204,15 +204,12 @@ def cast(
         return [(f[0], s[1], f[2]) for f, s in zip(first, second, strict=True)], errors
     n, device, dtype = len(tensors), a.device, FLOAT8[format]
 
-    def room(shape: torch.Size, is_asked: bool) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=device) if is_asked else None
-
-    codes = [room(x.shape, plain) for x in tensors]
-    other = [room(x.shape[::-1], turned) for x in tensors]
+    codes = [torch.empty(x.shape, dtype=dtype, device=device) for x in tensors if plain]
+    other = [torch.empty(x.shape[::-1], dtype=dtype, device=device) for x in tensors if turned]
     a_tiles, b_tiles = _tiles(a), _tiles(b) if n > 1 else 0
     size = 2 * _SCALES + (2 * (a_tiles + b_tiles) if measured else 0)
     work = torch.empty(size, dtype=torch.float32, device=device)
-    to, to_turned = (codes if plain else other), (other if turned else codes)
+    to, to_turned = codes or other, other or codes
     if not a_tiles or (n > 1 and not b_tiles):
         work.fill_(1.0)  # an empty matrix has no tile that writes its scales
     if a_tiles + b_tiles:
@@ -230,7 +227,8 @@ def cast(
         _mean_kernel.launch(
             n, (work, largest, errors, a_tiles, b_tiles), (largest.shape[1], _SCALES, _REDUCE_BLOCK)
         )
-    return list(zip(codes, other, scales, strict=True)), errors
+    none = [None] * n
+    return list(zip(codes or none, other or none, scales, strict=True)), errors
 
 
 def _tiles(x: Tensor) -> int:
