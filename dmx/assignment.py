@@ -11,7 +11,7 @@ A transform or a rounding that needs tensors keeps them in a file of its own bes
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from dmx.budget import Budget, SearchSpace, linear_layers
+from dmx.budget import OPERANDS, Budget, Operand, SearchSpace, linear_layers
 from dmx.errors import AssignmentError, FormatError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
@@ -54,17 +54,18 @@ class Assignment:
     model: Mapping[str, Any]
     """id, revision, architecture_sha256"""
     formats: Mapping[str, str]
-    """layer name -> canonical format name; MX formats, or bf16."""
+    """layer name -> canonical format name of the weight; MX formats, or bf16."""
     shapes: Mapping[str, tuple[int, int]]
     """layer name -> (out_features, in_features)"""
     bits: Mapping[str, float]
-    """element_bits, bits_per_element (averages of the quantized layers),
-    whole_model_bits_per_element"""
+    """element_bits, bits_per_element (averages of the quantized layers; where `input_formats` differ
+    from `formats`, of weights and inputs alike), whole_model_bits_per_element (what is stored: weights
+    alone)"""
     unquantized: tuple[str, ...] = ()
     units: str = "fused"
     scale_rule: ScaleRule = "floor"
     input_formats: Mapping[str, str] | None = None
-    """None: as `formats`."""
+    """layer name -> format name of the input; None: as `formats`."""
     transform: Mapping[str, Any] | None = None
     rounding: Mapping[str, Any] | None = None
     budget: Mapping[str, Any] | None = None
@@ -256,14 +257,32 @@ class Assignment:
                 raise refuse(f"bits.{unit} says {stated}, its formats give {value:.6f}")
         return assignment
 
-    def average_bits(self) -> dict[str, float]:
-        """Average bits by weight elements in both units, from formats and shapes alone."""
-        mx = {k: f for k in self.formats if (f := self.block_format(k)).element is not None}
-        sizes = np.array([self.shapes[k][0] * self.shapes[k][1] for k in mx], dtype=np.float64)
+    @property
+    def unequal(self) -> dict[str, tuple[BlockFormat, BlockFormat]]:
+        """Layers whose weight and input differ in format -> both formats."""
+        both = {k: (self.block_format(k), self.input_format(k)) for k in self.quantized}
+        return {k: formats for k, formats in both.items() if formats[0] != formats[1]}
+
+    def average_bits(self, operands: Sequence[Operand] = OPERANDS) -> dict[str, float]:
+        """Average bits by weight elements in both units, from formats and shapes alone.
+
+        A weight element is one multiply-accumulate of a token, so weights and inputs weigh alike.
+
+        Args:
+            operands: whose formats count; where inputs are as the weights, it makes no difference.
+        """
+        of = {"weight": self.block_format, "input": self.input_format}
+        found = [
+            (self.shapes[k][0] * self.shapes[k][1], block_format)
+            for operand in (operands if self.input_formats is not None else OPERANDS[:1])
+            for k in self.formats
+            if (block_format := of[operand](k)).element is not None
+        ]
+        sizes = np.array([size for size, _ in found], dtype=np.float64)
         if not len(sizes):
             return {}
         return {
-            unit: float(sizes @ np.array([f.bits(unit) for f in mx.values()]) / sizes.sum())
+            unit: float(sizes @ np.array([f.bits(unit) for _, f in found]) / sizes.sum())
             for unit in BIT_UNITS
         }
 
@@ -318,14 +337,19 @@ def make_assignment(
     budget: Budget | None = None,
     search: Mapping[str, Any] | None = None,
 ) -> Assignment:
-    """Assignment of a choice in a search space, with its bits counted."""
+    """Assignment of a choice in a search space, with its bits counted.
+
+    Inputs whose formats are all those of the weights are not named apart: the bits are the same.
+    """
     config = getattr(model, "config", None)
-    formats = space.layer_formats(choice)
-    quantized_bits = sum(
-        unit.elements * space.formats[int(i)].bits_per_element
+    formats, inputs = (space.layer_formats(choice, operand) for operand in OPERANDS)
+    stored = [
+        (unit.elements, space.formats[int(i)])
         for unit, i in zip(space.units, choice, strict=True)
-    ) + sum(n * space.fixed[name].bits_per_element for name, n in space.fixed_elements.items())
-    quantized = sum(u.elements for u in space.units) + sum(space.fixed_elements.values())
+        if "weight" in unit.operands
+    ] + [(n, space.fixed[name]) for name, n in space.fixed_elements.items()]
+    quantized_bits = sum(n * block_format.bits_per_element for n, block_format in stored)
+    quantized = sum(n for n, _ in stored)
     rest = space.model_elements - quantized
     counted = sum(out * into for out, into in space.shapes.values())
     bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
@@ -333,6 +357,8 @@ def make_assignment(
     extra: dict[str, Any] = {"weighting": space.weighting}
     if counted != quantized:
         extra["shared_weights"] = True
+    if space.is_separate:
+        extra["operands"] = "separate"
     return Assignment(
         model={
             "id": getattr(config, "_name_or_path", "") or type(model).__name__,
@@ -340,6 +366,7 @@ def make_assignment(
             "architecture_sha256": architecture_sha256(config) if config is not None else None,
         },
         formats=formats,
+        input_formats=inputs if inputs != formats else None,
         shapes=dict(space.shapes),
         bits=bits,
         unquantized=space.unquantized,

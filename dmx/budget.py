@@ -6,6 +6,11 @@ choice is an index into the candidates for each unit; its average is weighted by
 elements of the quantized layers (or by layers alike). Layers in BF16, lm_head, embeddings and
 norms are outside the average; layers fixed to an MX format are inside it, as a constant.
 
+With separate operands a unit sets the format of the weights or of the inputs alone, and both count in
+the average. A token's multiply-accumulates of a layer are as many as its weight elements, whichever
+operand is looked at, so both weigh the same, and a choice that is alike for both has the same average
+as the joint choice.
+
 `average <= limit` holds for every projected choice, and it is maximal: no single raise of a unit
 to its next candidate with a gain > 0 still fits.
 """
@@ -16,7 +21,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -36,11 +41,15 @@ from dmx.targets import FUSED_GROUPS
 
 Units = Literal["fused", "layer"]
 Weighting = Literal["elements", "layers"]
+Operands = Literal["joint", "separate"]
+Operand = Literal["weight", "input"]
+OPERANDS: tuple[Operand, ...] = ("weight", "input")
 
 
 @dataclass
 class Budget:
-    """Upper bound of the average bits of the quantized weights."""
+    """Upper bound of the average bits of the quantized weights; of both operands where they choose
+    separately."""
 
     limit: float
     """> 0, in `unit`."""
@@ -67,6 +76,8 @@ class Unit:
     elements: int
     """Weight elements; a weight that several layers share counts once."""
     weight: int
+    operands: tuple[Operand, ...] = OPERANDS
+    """What the choice is for."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +110,15 @@ class SearchSpace:
         return np.argsort(by_name, kind="stable")
 
     @cached_property
+    def is_separate(self) -> bool:
+        """Whether weights and inputs choose separately."""
+        return any(unit.operands != OPERANDS for unit in self.units)
+
+    @cached_property
     def _fixed_weights(self) -> dict[str, int]:
-        if self.weighting == "layers":
-            return dict.fromkeys(self.fixed_elements, 1)
-        return dict(self.fixed_elements)
+        counted = len(OPERANDS) if self.is_separate else 1
+        layers = self.weighting == "layers"
+        return {k: counted * (1 if layers else n) for k, n in self.fixed_elements.items()}
 
     @cached_property
     def total_weight(self) -> float:
@@ -126,15 +142,40 @@ class SearchSpace:
         top = len(self.formats) - 1
         return self.average([0] * n, unit), self.average([top] * n, unit)
 
-    def layer_formats(self, choice: Sequence[int] | np.ndarray) -> dict[str, str]:
+    def unit_of(self, operand: Operand) -> dict[str, int]:
+        """layer name -> index of the unit that sets this operand."""
+        return {
+            layer: index
+            for index, unit in enumerate(self.units)
+            if operand in unit.operands
+            for layer in unit.layers
+        }
+
+    def layer_formats(
+        self, choice: Sequence[int] | np.ndarray, operand: Operand = "weight"
+    ) -> dict[str, str]:
         """layer name -> format name, fixed layers included, in the order of the model."""
         chosen = {
-            layer: self.formats[int(index)].name
-            for unit, index in zip(self.units, choice, strict=True)
-            for layer in unit.layers
+            layer: self.formats[int(choice[index])].name
+            for layer, index in self.unit_of(operand).items()
         }
         chosen |= {name: f.name for name, f in self.fixed.items()}
         return {name: chosen[name] for name in self.shapes}
+
+    def choice_of(self, formats: Mapping[str, str], inputs: Mapping[str, str]) -> np.ndarray:
+        """(U,) the choice that gives weights and inputs these formats (layer name -> format name).
+
+        Raises:
+            KeyError: a layer without a format. ValueError: formats that no choice gives.
+        """
+        names = [f.name for f in self.formats]
+        of: dict[Operand, Mapping[str, str]] = {"weight": formats, "input": inputs}
+        choice = np.array([names.index(of[u.operands[0]][u.layers[0]]) for u in self.units])
+        for operand, asked in of.items():
+            for layer, found in self.layer_formats(choice, operand).items():
+                if asked[layer] != found:
+                    raise ValueError(f"{asked[layer]} of the {operand} of {layer}")
+        return choice
 
     def check_budget(self, budget: Budget, *, warn: bool = True) -> None:
         """Raise BudgetError when no choice meets it; warn when every choice does."""
@@ -210,19 +251,22 @@ def build_space(
     fixed: Mapping[str, str] | None = None,
     include_lm_head: bool = False,
     weighting: Weighting = "elements",
+    operands: Operands = "joint",
 ) -> SearchSpace:
     """Units of a model; works on a meta-device model, since it reads shapes only.
 
     Args:
+        operands: separate makes two units, `name:weight` and `name:input`, of each.
         exclude: globs of layers that stay in BF16.
         fixed: glob -> format of layers that are not searched; the first match counts.
 
     Raises:
         ModelError: nothing to search, or a pattern that matches no layer.
-        FormatError: unknown units, weighting or format.
+        FormatError: unknown units, weighting, operands or format.
     """
     check_choice(units, ("fused", "layer"), "search.units")
     check_choice(weighting, ("elements", "layers"), "search.weighting")
+    check_choice(operands, ("joint", "separate"), "search.operands")
     linears = linear_layers(model)
     names = list(linears)
     excluded = match_layers(exclude, names, "search.exclude")
@@ -276,6 +320,12 @@ def build_space(
                 weight=size if weighting == "elements" else len(members),
             )
         )
+    if operands == "separate":
+        built = [
+            replace(unit, name=f"{unit.name}:{operand}", operands=(operand,))
+            for unit in built
+            for operand in OPERANDS
+        ]
     quantized = {*searched, *fixed_formats}
     # A weight that a searched layer shares is counted there.
     sizes = own_elements(linears, [*searched, *fixed_formats])

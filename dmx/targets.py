@@ -14,6 +14,7 @@ _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
 _TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
 _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
+_CT_INPUTS = _VLLM_FORMATS
 
 FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Last components of sibling modules that vLLM joins to one linear layer."""
@@ -27,6 +28,8 @@ class Loader:
     formats: frozenset[str]
     """Block formats that it can read from this target; may be fewer than the target holds."""
     needs_fused_units: bool = False
+    input_formats: frozenset[str] = frozenset()
+    """Formats that it quantizes an input to beside a weight in another; empty: in none."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,26 @@ class Target:
 
 
 TARGETS: dict[str, Target] = {
-    "assignment.json": Target(_ALL_FORMATS, (Loader("dmx", _ALL_FORMATS),)),
+    "assignment.json": Target(
+        _ALL_FORMATS, (Loader("dmx", _ALL_FORMATS, input_formats=_ALL_FORMATS),)
+    ),
     "compressed_tensors, profile vllm": Target(
         _VLLM_FORMATS,
-        (Loader("transformers", _VLLM_FORMATS), Loader("vLLM", _VLLM_FORMATS, True)),
+        (
+            Loader("transformers", _VLLM_FORMATS, input_formats=_CT_INPUTS),
+            Loader("vLLM", _VLLM_FORMATS, True),
+        ),
         needs_fused_units=True,
     ),
     "compressed_tensors, profile transformers": Target(
         _TRANSFORMERS_FORMATS,
-        (Loader("transformers", _TRANSFORMERS_FORMATS),),
+        (Loader("transformers", _TRANSFORMERS_FORMATS, input_formats=_CT_INPUTS),),
     ),
     "quark": Target(
         _QUARK_FORMATS,
         (
             Loader("vLLM", _QUARK_FORMATS, True),
-            Loader("transformers + amd-quark", _QUARK_FORMATS),
+            Loader("transformers + amd-quark", _QUARK_FORMATS, input_formats=_QUARK_FORMATS),
         ),
     ),
     "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),
@@ -85,12 +93,17 @@ def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) ->
 
 
 def obstacles(
-    formats: Mapping[str, str], target: Target, loader: Loader, unquantized: Iterable[str] = ()
+    formats: Mapping[str, str],
+    target: Target,
+    loader: Loader,
+    unquantized: Iterable[str] = (),
+    inputs: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Why `loader` cannot read this assignment from `target`; empty when it can.
 
     Args:
         formats, unquantized: those of a whole assignment.
+        inputs: its input_formats, where inputs are quantized, too.
     """
     used = set(formats.values()) - {"bf16"}
     reasons = []
@@ -101,6 +114,14 @@ def obstacles(
     fused = target.needs_fused_units or loader.needs_fused_units
     if fused and (split := split_groups(formats, unquantized)):
         reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
+    unequal = {k: f for k, f in (inputs or {}).items() if f != formats[k]}
+    if unheld := sorted(set(unequal.values()) - loader.input_formats):
+        reasons.append(
+            f"{loader.name} does not run inputs in {_join(unheld)} beside weights in another format "
+            f"({len(unequal)} layers, first {next(iter(unequal))})"
+        )
+    elif unequal and fused and (split := split_groups(inputs or {}, unquantized)):
+        reasons.append(f"{len(split)} fused groups differ in their inputs, first {split[0]}")
     return reasons
 
 

@@ -425,7 +425,7 @@ def reference_gradient(model, bank, search):
 
     def forward(layer, x):
         x, weight = layer.operands(x)
-        offset = offsets[layer.unit]
+        offset = offsets[layer.weight_unit]
         quantize = lambda t: dmx.continuous_fake_quant(t, offset, search.family)  # noqa: E731
         return torch.nn.functional.linear(quantize(x), quantize(weight), layer.bias)
 

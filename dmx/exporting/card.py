@@ -42,13 +42,19 @@ def _bits_table(assignment: Assignment) -> list[str]:
         for n, f in BLOCK_FORMATS.items()
         if counts[n]
     ]
-    bits = assignment.bits
+    bits, weights = assignment.bits, assignment.average_bits(["weight"])
+    apart = ""
+    if unequal := assignment.unequal:
+        apart = (
+            f" {len(unequal)} layers have an input in another format than the weight, and both count: "
+            f"weights alone take {weights['element_bits']:.4f} element bits."
+        )
     return [
         *lines,
         "",
         f"Average of the quantized layers: {bits['element_bits']:.4f} element bits, "
         f"{bits['bits_per_element']:.4f} bits per element with scales; whole model: "
-        f"{bits['whole_model_bits_per_element']:.4f}. Scale rule of the weights: "
+        f"{bits['whole_model_bits_per_element']:.4f}.{apart} Scale rule of the weights: "
         f"`{assignment.scale_rule}`. Left in BF16: "
         f"{', '.join(assignment.unquantized) or 'no linear layer'}.",
     ]

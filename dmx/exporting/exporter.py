@@ -27,7 +27,7 @@ from dmx.formats import check_choice
 from dmx.layers import is_applied, stored_weights
 from dmx.models import ModelConfig, load_model, meta_model
 from dmx.stored import StoredWeight
-from dmx.targets import TARGETS, obstacles, split_groups
+from dmx.targets import TARGETS, Loader, obstacles, split_groups
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform, transformed
 
 LAYOUTS: dict[str, Layout] = {
@@ -191,12 +191,20 @@ def check_target(
 ) -> str | None:
     """The part of `check_export` that needs no model: whether the target holds the assignment."""
     check_choice(target, EXPORT_TARGETS, "target")
-    profile = _choose_profile(assignment, target, profile)
+    profile = _choose_profile(assignment, target, profile, inputs)
     _check_transform(assignment, target)
     layout = LAYOUTS.get(target)
     if layout is not None:
-        check_holds(assignment, target, profile)
+        check_holds(assignment, target, profile, inputs=inputs)
         layout.check(assignment, inputs)
+        if not inputs and (unequal := assignment.unequal):
+            warnings.warn(
+                f"inputs=false: {len(unequal)} layers have an input in another format than the weight, "
+                "and both count in the assignment's bits; the files hold the weights alone, at "
+                f"{assignment.average_bits(['weight'])['element_bits']:.4f} element_bits. Set "
+                "inputs=true to have the runtime quantize inputs.",
+                stacklevel=2,
+            )
         if not inputs and (assignment.rounding or {}).get("correct_inputs"):
             warnings.warn(
                 "inputs=false: the assignment's weights were rounded to make good what quantized "
@@ -221,7 +229,9 @@ def target_key(target: str, profile: str | None) -> str:
     return target if profile is None else f"{target}, profile {profile}"
 
 
-def check_holds(assignment: Assignment, target: str, profile: str | None) -> None:
+def check_holds(
+    assignment: Assignment, target: str, profile: str | None, *, inputs: bool = False
+) -> None:
     """Raise FormatError unless the target holds every format; says which layers, and which can."""
     holds = TARGETS[target_key(target, profile)]
     formats = assignment.formats
@@ -246,11 +256,36 @@ def check_holds(assignment: Assignment, target: str, profile: str | None) -> Non
             f"product each); {len(split)} groups are split, first {split[0]}. Use "
             "profile=transformers, or search again with search.units=fused."
         )
+    if inputs:
+        _check_unequal(assignment, target, profile)
     for layer in quantized(assignment):
         check_in_features(layer, assignment.shapes[layer][1])
 
 
-def _choose_profile(assignment: Assignment, target: str, profile: str | None) -> str | None:
+def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> None:
+    """Raise FormatError where the loader of a target cannot run an input beside its weight."""
+    held = _own_loader(target, profile).input_formats
+    refused = {n: both for n, both in assignment.unequal.items() if both[1].name not in held}
+    if not refused:
+        return
+    layer, (weight, of_input) = next(iter(refused.items()))
+    setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    can = f"in {', '.join(sorted(held))} alone" if held else "in none"
+    raise FormatError(
+        f"{setting}, inputs=true: runs inputs {can} beside a weight in another format; {len(refused)} "
+        f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use target=quark, "
+        "target=assignment or inputs=false, or search again with search.operands=joint."
+    )
+
+
+def _own_loader(target: str, profile: str | None) -> Loader:
+    """The strictest loader of a profile; that of transformers where there is none."""
+    return TARGETS[target_key(target, profile)].loaders[-1]
+
+
+def _choose_profile(
+    assignment: Assignment, target: str, profile: str | None, inputs: bool
+) -> str | None:
     if target != "compressed_tensors":
         if profile is not None:
             raise FormatError(f"profile={profile}: target={target} has no profiles; leave it out.")
@@ -259,8 +294,12 @@ def _choose_profile(assignment: Assignment, target: str, profile: str | None) ->
         check_choice(profile, PROFILES, "profile")
         return profile
     for name in PROFILES:
-        holds = TARGETS[target_key(target, name)]
-        if not obstacles(assignment.formats, holds, holds.loaders[-1], assignment.unquantized):
+        loader = _own_loader(target, name)
+        given = assignment.input_formats if inputs else None
+        if not obstacles(
+            assignment.formats, TARGETS[target_key(target, name)], loader,
+            assignment.unquantized, given,
+        ):  # fmt: skip
             return name
     return PROFILES[-1]
 

@@ -38,7 +38,19 @@ LLAMA_CPP_NAMES = {
 }  # fmt: skip
 
 
+def _check_equal(assignment: Assignment, target: str) -> None:
+    """Raise FormatError for a target that names one format a layer."""
+    if unequal := assignment.unequal:
+        layer, (weight, of_input) = next(iter(unequal.items()))
+        raise FormatError(
+            f"target={target} names one format for a layer; {len(unequal)} have two, first {layer}: "
+            f"weight {weight}, input {of_input}. Use target=modelopt or auto_round, or search again "
+            "with search.operands=joint."
+        )
+
+
 def _llm_compressor(assignment: Assignment) -> str:
+    _check_equal(assignment, "llm_compressor")
     for layer, block_format in quantized(assignment).items():
         if block_format not in FORMAT_NAMES:
             raise FormatError(
@@ -86,6 +98,7 @@ def _auto_round(assignment: Assignment) -> str:
 
 
 def _llama_cpp(assignment: Assignment) -> str:
+    _check_equal(assignment, "llama_cpp")
     lines = []
     for layer, block_format in quantized(assignment).items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", layer)

@@ -130,12 +130,6 @@ def _check(assignment: Assignment, inputs: bool) -> None:
             "target=torchao needs inputs=true: torchao multiplies MX weights by MX "
             "inputs only. For weights alone use target=compressed_tensors or quark."
         )
-    mixed = [n for n, f in quantized(assignment).items() if assignment.input_format(n) != f]
-    if mixed:
-        raise FormatError(
-            f"target=torchao needs equal formats of weight and input; {len(mixed)} layers "
-            f"differ, first {mixed[0]}. Set input_formats of the assignment to null."
-        )
 
 
 def _input_rule(assignment: Assignment) -> str:

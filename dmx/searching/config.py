@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from dmx.budget import Units, Weighting
+from dmx.budget import Operands, Units, Weighting
 from dmx.errors import DmxError, FormatError
 from dmx.formats import (
     FAMILIES,
@@ -38,6 +38,9 @@ class SearchConfig:
     """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
     units: Units = "fused"
     """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
+    operands: Operands = "joint"
+    """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
+    both count in the budget."""
     weighting: Weighting = "elements"
     """What the average counts: weight elements, or every layer as one."""
     exclude: list[str] = field(default_factory=list)
@@ -120,6 +123,7 @@ class SearchConfig:
         check_choice(self.name, SEARCHES, "search.name")
         get_family(self.family)
         check_choice(self.units, ("fused", "layer"), "search.units")
+        check_choice(self.operands, ("joint", "separate"), "search.operands")
         check_choice(self.weighting, ("elements", "layers"), "search.weighting")
         check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")
@@ -162,6 +166,12 @@ class SearchConfig:
             raise SearchConfigError(
                 f"search.polish_rounds={self.polish_rounds}: a polished uniform choice is not uniform. "
                 "Use search.polish_rounds=0, or polish another search."
+            )
+        if self.name == "weight_mse" and self.operands == "separate":
+            raise SearchConfigError(
+                "search.operands=separate with search.name=weight_mse: the error of the weights says "
+                "nothing of inputs. Use search.operands=joint, or another search, for example "
+                "search.name=fisher."
             )
         if self.name == "differentiable" and self.scale_rule != "floor":
             raise FormatError(
@@ -216,6 +226,17 @@ class SearchConfig:
                 f"search.target={self.target} cannot load {', '.join(refused)} of "
                 f"search.family={self.family}. Families that it loads: {', '.join(fitting) or 'none'}."
             )
+        if self.operands == "separate":
+            alone = [
+                f.name for f in self.format_family.formats if f.name not in target.input_formats
+            ]
+            if alone:
+                raise FormatError(
+                    f"search.operands=separate: {target.name} of search.target={self.target} cannot run "
+                    f"inputs in {', '.join(alone)} beside weights in another format. It can: "
+                    f"{', '.join(sorted(target.input_formats)) or 'none'}. Use search.operands=joint, a "
+                    "family of those formats, or search.target=any."
+                )
         for pattern, name in self.fixed.items():
             fixed = get_block_format(name, setting=f"search.fixed[{pattern!r}]")
             if fixed.element is not None and fixed.name not in target.formats:

@@ -10,7 +10,8 @@
     weight_mse   squared error of the weights, for every candidate; exact knapsack
 
 The reference is the unquantized model, and a unit's score quantizes its weights and inputs
-together (weight_mse knows no inputs). With three candidates a step needs the one before it.
+together (weight_mse knows no inputs), or the one of them that a unit of separate operands is about.
+With three candidates a step needs the one before it.
 """
 
 import time
@@ -327,12 +328,13 @@ def _add_fisher(
     totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
-    for column, block_format in enumerate(formats):
-        quantized = F.linear(
-            ops.fake_quant(x, block_format, scale_rule=scale_rule),
-            ops.fake_quant(layer.weight, block_format, scale_rule=scale_rule),
-        )
-        ops.add_fisher(grad, exact, quantized, totals[layer.unit, column])
+    for unit in sorted({layer.weight_unit, layer.input_unit}):
+        for column, block_format in enumerate(formats):
+            quantized = F.linear(*(
+                ops.fake_quant(t, block_format, scale_rule=scale_rule) if own == unit else t
+                for t, own in ((x, layer.input_unit), (layer.weight, layer.weight_unit))
+            ))  # fmt: skip
+            ops.add_fisher(grad, exact, quantized, totals[unit, column])
 
 
 def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:

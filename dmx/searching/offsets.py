@@ -77,6 +77,7 @@ class Bank:
 
     mode "full": unquantized. "soft": the continuous quantizer at `offsets`. "formats": the exact
     quantizer of `formats[unit]`, None for an unquantized unit. "units": so, but for fixed layers.
+    A layer asks for the unit of its weight and for that of its input, which mostly are one.
     """
 
     def __init__(self, n_units: int, family: Family, scale_rule: ScaleRule) -> None:
@@ -117,6 +118,10 @@ class _SoftLinear(torch.autograd.Function):
     """F.linear of the continuously quantized input and weight, both rotated by `matrix` if there is
     one (see `rotate`).
 
+    Args:
+        offset: of the weight; its `parameters` are the row of `path_parameters`.
+        input_offset, input_parameters: None: those of the weight, whose gradient is then of both.
+
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
     """
@@ -124,13 +129,16 @@ class _SoftLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor,
-        parameters: Tensor, matrix: Tensor | None,
+        parameters: Tensor, input_offset: Tensor | None, input_parameters: Tensor | None,
+        matrix: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(x, weight, parameters, matrix)
+        ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
-            ops.continuous_fake_quant(x, parameters),
+            ops.continuous_fake_quant(
+                x, input_parameters if input_parameters is not None else parameters
+            ),
             ops.continuous_fake_quant(weight, parameters),
             bias,
         )
@@ -138,20 +146,25 @@ class _SoftLinear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None]:
-        x, weight, parameters, matrix = ctx.saved_tensors
-        is_rotated = matrix is not None
+    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None]:
+        x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
+        is_joint, is_rotated = input_parameters is None, matrix is not None
+        if is_joint:
+            input_parameters = parameters
         turned_x, turned_weight = x, weight
         if is_rotated:
             turned_x, turned_weight = rotate(x, matrix), rotate(weight, matrix)
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
-        quantized_x = ops.continuous_fake_quant(turned_x, parameters).reshape(-1, x.shape[-1])
+        quantized_x = ops.continuous_fake_quant(turned_x, input_parameters)
         grad_weight, by_weight = ops.continuous_fake_quant_backward(
-            flat_grad.t() @ quantized_x, turned_weight, parameters, needs_grad_x=is_rotated
+            flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1]),
+            turned_weight,
+            parameters,
+            needs_grad_x=is_rotated,
         )
         grad_x, by_input = ops.continuous_fake_quant_backward(
-            grad @ ops.continuous_fake_quant(turned_weight, parameters), turned_x, parameters,
+            grad @ ops.continuous_fake_quant(turned_weight, parameters), turned_x, input_parameters,
             needs_grad_x=is_rotated or ctx.needs_input_grad[0],
         )  # fmt: skip
         grad_matrix = None
@@ -159,7 +172,9 @@ class _SoftLinear(torch.autograd.Function):
             assert grad_x is not None and grad_weight is not None
             grad_matrix = by_rotation(x, grad_x, matrix) + by_rotation(weight, grad_weight, matrix)
             grad_x = rotate(grad_x, matrix.mT)
-        return grad_x, None, None, by_weight + by_input, None, grad_matrix
+        if is_joint:
+            return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix
+        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix
 
 
 class BankLinear(nn.Linear):
@@ -186,27 +201,36 @@ class BankLinear(nn.Linear):
 class SearchLinear(BankLinear):
     """A layer whose format is set through the bank."""
 
-    unit: int
+    weight_unit: int
+    input_unit: int
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank
         if bank.mode == "soft":
             if self.input_transform is not None:
                 x = self.input_transform(x)
+            is_joint = self.input_unit == self.weight_unit
             result: Tensor = _SoftLinear.apply(
-                x, self.weight, self.bias, bank.offsets[self.unit], bank.parameters[self.unit],
+                x, self.weight, self.bias,
+                bank.offsets[self.weight_unit], bank.parameters[self.weight_unit],
+                None if is_joint else bank.offsets[self.input_unit],
+                None if is_joint else bank.parameters[self.input_unit],
                 self.matrix(),
             )  # fmt: skip
             return result
         x, weight = self.operands(x)
-        block_format = bank.formats[self.unit] if bank.mode in ("formats", "units") else None
+        if bank.mode in ("formats", "units"):
+            x, weight = (
+                self._quantized(x, self.input_unit),
+                self._quantized(weight, self.weight_unit),
+            )
+        return F.linear(x, weight, self.bias)
+
+    def _quantized(self, x: Tensor, unit: int) -> Tensor:
+        block_format = self.bank.formats[unit]
         if block_format is None:
-            return F.linear(x, weight, self.bias)
-        return F.linear(
-            ops.fake_quant(x, block_format, scale_rule=bank.scale_rule),
-            ops.fake_quant(weight, block_format, scale_rule=bank.scale_rule),
-            self.bias,
-        )
+            return x
+        return ops.fake_quant(x, block_format, scale_rule=self.bank.scale_rule)
 
 
 class FixedLinear(BankLinear):
@@ -241,13 +265,13 @@ def searching_model(
     """
     bank = Bank(len(space.units), family, scale_rule)
     bank.learned = learned
-    unit_of = {layer: i for i, unit in enumerate(space.units) for layer in unit.layers}
+    weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
 
     def make(name: str, linear: nn.Linear) -> nn.Linear | None:
         layer: SearchLinear | FixedLinear
-        if name in unit_of:
+        if name in weight_unit:
             layer = adopt(SearchLinear, linear)
-            layer.unit = unit_of[name]
+            layer.weight_unit, layer.input_unit = weight_unit[name], input_unit[name]
         elif name in space.fixed:
             layer = adopt(FixedLinear, linear)
             layer.block_format = space.fixed[name]

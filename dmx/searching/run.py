@@ -49,6 +49,7 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
         fixed=config.fixed,
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
+        operands=config.operands,
     )
     if config.transform_file is not None:
         asked_transform(config, space)
@@ -208,7 +209,7 @@ def uniform_assignment(
     model: nn.Module, block_format: BlockFormat, config: SearchConfig
 ) -> Assignment:
     """Every searched layer in one format, whatever the family of the config, with its transform."""
-    space = search_space(model, config)
+    space = search_space(model, replace(config, operands="joint"))
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
     summary = {"name": "uniform", "family": None, "seed": config.seed}

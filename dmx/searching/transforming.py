@@ -8,7 +8,7 @@ from dmx.transforms.stage import Transform, check_rotations, read_rotations
 
 def transformed_layers(space: SearchSpace) -> list[str]:
     """The layers that a search quantizes, whose inputs a transform rotates."""
-    return [*(layer for unit in space.units for layer in unit.layers), *space.fixed]
+    return [*space.unit_of("weight"), *space.fixed]
 
 
 def asked_transform(config: SearchConfig, space: SearchSpace) -> Transform:
