@@ -36,16 +36,26 @@ def locate(layer: str) -> tuple[str, int | None, str]:
     return ".".join(parts[:index]), int(parts[index]), leaf
 
 
-def format_map(assignment: Mapping[str, Any]) -> Html:
+def operand_formats(assignment: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
+    """weight, input -> layer -> format."""
+    formats: Mapping[str, str] = assignment.get("formats") or {}
+    return {"weight": formats, "input": assignment.get("input_formats") or formats}
+
+
+def format_map(formats: Mapping[str, str]) -> Html:
     """Blocks x projections; a cell with several layers of different formats is striped and tells
-    the counts."""
+    the counts.
+
+    Args:
+        formats: layer -> format of one operand.
+    """
     cells: dict[tuple[str, int | None], dict[str, list[tuple[str, str]]]] = {}
-    leaves = Counter(locate(layer)[2] for layer in assignment["formats"])
+    leaves = Counter(locate(layer)[2] for layer in formats)
     known = [leaf for leaf in _PROJECTIONS.values() if leaf in leaves]
     extra = [leaf for leaf in leaves if leaf not in known]
     shown = known + extra[:_MAX_OTHER_COLUMNS]
     columns = shown + ([_OTHER] if len(extra) > _MAX_OTHER_COLUMNS else [])
-    for layer, name in assignment["formats"].items():
+    for layer, name in formats.items():
         stack, block, leaf = locate(layer)
         column = leaf if leaf in shown else _OTHER
         cells.setdefault((stack, block), {}).setdefault(column, []).append((layer, name))
@@ -81,11 +91,10 @@ def _map_cell(layers: Sequence[tuple[str, str]]) -> Html:
     return el("td", title=title, style=f"background:linear-gradient(90deg,{','.join(stops)})")
 
 
-def _format_shares(assignment: Mapping[str, Any]) -> str:
+def _format_shares(formats: Mapping[str, str], shapes: Mapping[str, Any]) -> str:
     """Share of each format in the weight elements of the assigned layers."""
-    shapes = assignment.get("shapes") or {}
     sizes: Counter[str] = Counter()
-    for layer, name in assignment["formats"].items():
+    for layer, name in formats.items():
         sizes[name] += int(np.prod(shapes[layer])) if layer in shapes else 1
     unit = "weights" if shapes else "layers"
     total = sum(sizes.values())
@@ -107,7 +116,12 @@ def map_section(
             picture = _map_box(group, row, assignments[row["assignment"]])
             shown = not index and group.search != "uniform" and len(first) < _OPEN_MAPS
             (first if shown else others).append(picture)
-    used = {name for a in assignments.values() for name in a["formats"].values()}
+    used = {
+        name
+        for a in assignments.values()
+        for formats in operand_formats(a).values()
+        for name in formats.values()
+    }
     legend = el(
         "p",
         (
@@ -126,22 +140,28 @@ def _sizes(assignment: Mapping[str, Any]) -> dict[str, int]:
 
 
 def agreement(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Share of the weights that two assignments of one model give the same format, 0 to 1."""
-    sizes = _sizes(a)
-    same = sum(n for k, n in sizes.items() if a["formats"][k] == b["formats"].get(k))
-    return same / sum(sizes.values())
+    """Share of the weights, and of the inputs by the weights, that two assignments of one model give
+    the same format, 0 to 1."""
+    sizes, (ours, theirs) = _sizes(a), (operand_formats(x) for x in (a, b))
+    same = sum(n for k, n in sizes.items() for o in ours if ours[o][k] == theirs[o].get(k))
+    return same / (len(ours) * sum(sizes.values()))
 
 
 def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
-    """projection -> share of its weights above the assignment's smallest format, 0 to 1."""
-    bits = {k: BLOCK_FORMATS[f].element_bits for k, f in assignment["formats"].items()}
-    low = min(bits.values())
+    """projection -> share of its operands, by weights, above the assignment's smallest format, 0 to
+    1."""
+    bits = [
+        {k: BLOCK_FORMATS[f].element_bits for k, f in formats.items()}
+        for formats in operand_formats(assignment).values()
+    ]
+    low = min(min(of.values()) for of in bits)
     total: Counter[str] = Counter()
     high: Counter[str] = Counter()
     for layer, n in _sizes(assignment).items():
         projection = locate(layer)[2]
-        total[projection] += n
-        high[projection] += n if bits[layer] > low else 0
+        for of in bits:
+            total[projection] += n
+            high[projection] += n if of[layer] > low else 0
     return {name: high[name] / total[name] for name in total}
 
 
@@ -153,9 +173,10 @@ def agreement_section(
     for group in groups:
         path = group.rows[0].get("assignment")
         if group.search not in (None, "uniform") and path is not None and group.budget:
-            by_budget.setdefault(group.budget, []).append((group.name, assignments[path]))
+            key = group.budget, group.is_separate
+            by_budget.setdefault(key, []).append((group.name, assignments[path]))
     parts: list[Html] = []
-    for budget, found in by_budget.items():
+    for (budget, _), found in by_budget.items():
         if len(found) < 2 or len({frozenset(a["formats"]) for _, a in found}) > 1:
             continue
         projections = list(raised_by_projection(found[0][1]))
@@ -177,10 +198,20 @@ def agreement_section(
 
 def _map_box(group: Group, row: Mapping[str, Any], assignment: Mapping[str, Any]) -> Html:
     seed = f", seed {row['seed']}" if len(group.rows) > 1 and row.get("seed") is not None else ""
-    caption = [
-        el("strong", row_name(group)), f"{budget_suffix(group)}{seed}",
-        el("br"), _format_shares(assignment),
-    ]  # fmt: skip
+    caption = [el("strong", row_name(group)), f"{budget_suffix(group)}{seed}"]
+    shown, shapes = operand_formats(assignment), assignment.get("shapes") or {}
+    if not assignment.get("input_formats"):
+        caption += [el("br"), _format_shares(shown["weight"], shapes)]
+        pictures: list[Html] = [format_map(shown["weight"])]
+    else:
+        pictures = [
+            part
+            for operand, formats in shown.items()
+            for part in (
+                el("p", el("strong", f"{operand}s"), f" {_format_shares(formats, shapes)}"),
+                format_map(formats),
+            )
+        ]
     if assignment.get("unquantized"):
         caption += [el("br"), f"in BF16: {', '.join(assignment['unquantized'])}"]
-    return el("figure", el("figcaption", caption), format_map(assignment), cls="mapbox")
+    return el("figure", el("figcaption", caption), pictures, cls="mapbox")

@@ -15,7 +15,7 @@ from dmx.formats import get_family
 from dmx.searching.offsets import raw_thresholds
 from experiments import _plots
 from experiments._html import Html, el, page, picture, section
-from experiments._maps import agreement_section, map_section
+from experiments._maps import agreement_section, map_section, operand_formats
 from experiments._provenance import asked_and_ran, environment
 from experiments._reading import Record, SearchTrace, read_assignments, read_record, read_traces
 from experiments._report_export import export_section
@@ -30,11 +30,14 @@ from experiments._tables import (
 )
 
 
-def unit_format(unit: str, formats: Mapping[str, str]) -> str | None:
-    """Final format of a unit: a layer name, layer names joined by `+` or `,`, or `parent.{a,b}`.
+def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
+    """Final format of a unit: a layer name, layer names joined by `+` or `,`, or `parent.{a,b}`; with
+    `:weight` or `:input` behind it where operands are separate.
 
     None when no layer of that name is in the assignment.
     """
+    unit, _, operand = unit.partition(":")
+    formats = operand_formats(assignment)["input" if operand == "input" else "weight"]
     parent, brace, inner = unit.partition("{")
     names = (
         [parent + leaf for leaf in inner.rstrip("}").split(",")]
@@ -77,7 +80,7 @@ def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
     """dMX against the best of the searches other than `kl` at its budget."""
     others = [
         g for g in groups
-        if (g.budget, g.operands, g.transform) == (group.budget, group.operands, group.transform)
+        if (g.budget, g.kind) == (group.budget, group.kind)
         and g.search not in ("differentiable", "kl", "uniform", None) and g.statistic("nll").mean is
         not None
     ]  # fmt: skip
@@ -129,8 +132,7 @@ def _trace_pictures(trace: SearchTrace) -> list[Html]:
                 picture(figure, "Loss on the held batch; below, hard and projected minus soft.")
             )
     if trace.raw is not None:
-        formats = (trace.assignment or {}).get("formats") or {}
-        colours = [unit_format(unit, formats) for unit in trace.units]
+        colours = [unit_format(unit, trace.assignment or {}) for unit in trace.units]
         caption = (
             f"Raw offset of each of the {len(trace.units)} units, coloured by its final format."
         )

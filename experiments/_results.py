@@ -50,6 +50,9 @@ class Group:
     rows: tuple[Row, ...]
     transform: str | None = None
     """Searches are compared with those of the same transform."""
+    is_separate: bool = False
+    """Weights and inputs chose separately, and both count in the bits: such rows are compared among
+    themselves, in a table of their own."""
 
     @property
     def name(self) -> str:
@@ -58,6 +61,11 @@ class Group:
     @property
     def title(self) -> str:
         return f"{self.name}, {budget_text(self.budget)}" if self.budget else self.name
+
+    @property
+    def kind(self) -> tuple[str | None, str | None, bool]:
+        """What must be alike for two searches to be compared, the budget apart."""
+        return self.operands, self.transform, self.is_separate
 
     def statistic(self, metric: str) -> Statistic:
         """Mean and spread of a row's metric; rows without it count into the reason."""
@@ -109,7 +117,7 @@ def budget_text(budget: tuple[float, str] | None) -> str:
 
 
 def group_rows(results: Iterable[Row]) -> list[Group]:
-    """Rows by label, budget and operands, in order of first appearance."""
+    """Rows by label, budget, operands, transform and choice, in order of first appearance."""
     grouped: dict[Group, list[Row]] = {}
     for row in results:
         budget = row.get("budget")
@@ -120,9 +128,24 @@ def group_rows(results: Iterable[Row]) -> list[Group]:
             row.get("operands"),
             rows=(),
             transform=(row.get("transform") or {}).get("name"),
+            is_separate=row.get("choice_per") == "operand",
         )
         grouped.setdefault(key, []).append(row)
     return [replace(key, rows=tuple(rows)) for key, rows in grouped.items()]
+
+
+def by_operands(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
+    """Groups with one choice for both operands, and those with a choice for each."""
+    sides: tuple[list[Group], list[Group]] = [], []
+    for group in groups:
+        sides[group.is_separate].append(group)
+    return sides
+
+
+SEPARATE_NOTE = (
+    "Weight and input of a layer have a choice each, and both count in the bits, weighted by "
+    "multiply-accumulates; what is stored is the weights alone (whole model)."
+)
 
 
 def bits_unit(groups: Iterable[Group]) -> str:
@@ -224,13 +247,9 @@ def _seed_variance(group: Group) -> float:
 def reference_of(group: Group, groups: Sequence[Group], search: str = "kl") -> Group | str:
     """The group of `search` that `group` is compared with, or the reason why there is none.
 
-    Same operands, transform and budget; a group without a budget takes the only one there is.
+    Same kind and budget; a group without a budget takes the only one there is.
     """
-    candidates = [
-        g
-        for g in groups
-        if (g.search, g.operands, g.transform) == (search, group.operands, group.transform)
-    ]
+    candidates = [g for g in groups if g.search == search and g.kind == group.kind]
     if group.budget:
         candidates = [g for g in candidates if g.budget == group.budget]
     if not candidates:

@@ -34,6 +34,15 @@ def row_label(search: Mapping[str, Any], otherwise: str = "") -> str:
     return f"{label} + polish" if search.get("polish_rounds") else label
 
 
+def choice_per(assignment: Assignment | None) -> str | None:
+    """unit | operand: whether weights and inputs of an assignment share their choices; None without
+    one. Not to be confused with `operands`, which of them are quantized."""
+    if assignment is None:
+        return None
+    separate = assignment.search.get("operands") == "separate"
+    return "operand" if separate or assignment.unequal else "unit"
+
+
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
 
@@ -213,6 +222,9 @@ class Bench:
             kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
         transform = None if assignment is None else assignment.transform
         rounding = None if assignment is None else assignment.rounding
+        per = choice_per(assignment)
+        if per == "operand":
+            label = f"{label}, separate operands"
         if transform is not None:
             label = f"{label} + {transform['name'].replace('_', ' ')}"
         if rounding is not None:
@@ -228,6 +240,7 @@ class Bench:
         )  # fmt: skip
         row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
         row["safety"] = None if net is None else net.report()
+        row["choice_per"] = per
         row["transform"] = None if transform is None else dict(transform)
         row["rounding"] = None if rounding is None else dict(rounding)
         return row | measure_zero_shot(

@@ -11,6 +11,7 @@ from dmx.targets import TARGETS, obstacles
 from experiments._html import Html, el, scroll_table
 from experiments._reading import Record
 from experiments._results import (
+    SEPARATE_NOTE,
     SIGNIFICANT,
     Accuracy,
     Difference,
@@ -19,6 +20,7 @@ from experiments._results import (
     accuracy,
     best_other,
     bits_unit,
+    by_operands,
     difference_to,
     group_rows,
     item_difference,
@@ -125,7 +127,10 @@ def terminal_table(record: Record) -> Table:
         table.add_column(
             column.narrow or "", justify="right", overflow="fold"
         )  # never a cut number
-    for group in groups:
+    joint, separate = by_operands(groups)
+    for group in (*joint, *separate):
+        if separate and group is separate[0]:
+            table.add_section()
         budget = [_budget(group)] if any(g.budget for g in groups) else []
         cells = [column.cell(group, groups)[0] for column in columns]
         style = "bold" if group.search == "differentiable" else None
@@ -142,19 +147,32 @@ def _budget(group: Group) -> str:
 
 
 def _best_per_budget(groups: Sequence[Group]) -> list[Group]:
-    """The group of lowest perplexity at each budget (and operands)."""
+    """The group of lowest perplexity at each budget, of those that are compared."""
     best: dict[Any, Group] = {}
     for group in groups:
         perplexity = group.statistic("perplexity").mean
         if group.budget is None or perplexity is None:
             continue
-        leader = best.setdefault((group.budget, group.operands), group)
+        leader = best.setdefault((group.budget, group.kind), group)
         if perplexity < (leader.statistic("perplexity").mean or 0.0):
-            best[group.budget, group.operands] = group
+            best[group.budget, group.kind] = group
     return list(best.values())
 
 
 def results_table(groups: Sequence[Group]) -> Html:
+    """One table, and one more for choices that are separate for weights and inputs."""
+    joint, separate = by_operands(groups)
+    if not separate:
+        return _results_table(joint)
+    apart = (
+        el("h3", "Separate operands"),
+        _results_table(separate),
+        el("p", SEPARATE_NOTE, cls="note"),
+    )
+    return el("div", _results_table(joint) if joint else None, apart)
+
+
+def _results_table(groups: Sequence[Group]) -> Html:
     best = _best_per_budget(groups)
     seeds = any(len(group.rows) > 1 for group in groups)
     budgets = any(group.budget for group in groups)
@@ -325,7 +343,13 @@ def targets_table(groups: Sequence[Group], assignments: Mapping[str, Mapping[str
                 paths = [row["assignment"] for row in group.rows if row.get("assignment")]
                 given = [assignments[path] for path in paths]
                 found = [
-                    obstacles(a["formats"], target, loader, a.get("unquantized") or ())
+                    obstacles(
+                        a["formats"],
+                        target,
+                        loader,
+                        a.get("unquantized") or (),
+                        a.get("input_formats"),
+                    )
                     for a in given
                 ]
                 good = sum(not reasons for reasons in found)
@@ -339,7 +363,8 @@ def targets_table(groups: Sequence[Group], assignments: Mapping[str, Mapping[str
                     cells.append(el("td", word, text, cls="no", title=why if narrow else None))
             body.append(el("tr", el("th", name, scope="row"), el("td", loader.name), cells))
     note = (
-        "For the weights; a loader that also quantizes inputs applies its own scale rule. "
+        "For the weights, and for inputs in other formats than these; a loader that also quantizes "
+        "inputs applies its own scale rule. "
         "Layers in BF16 are left out of every target."
     )
     return el("div", scroll_table(head, body, cls="targets"), el("p", note, cls="note"))

@@ -15,7 +15,6 @@ import io
 import itertools
 from pathlib import Path
 
-import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,7 @@ from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
 
 CSV_COLUMNS = (
-    "label", "search", "operands", "budget_limit", "budget_unit", "seed", "element_bits",
+    "label", "search", "operands", "choice_per", "budget_limit", "budget_unit", "seed", "element_bits",
     "bits_per_element", "whole_model_bits_per_element", "perplexity", "nll", "windows",
     "search_seconds", "search_peak_memory_bytes", "eval_seconds", "assignment",
 )  # fmt: skip
@@ -107,12 +106,12 @@ def _print_ablation(bench: Bench, config: CompareRun, assignment: Assignment) ->
     space = search_space(bench.model, config.search)
     names = [f.name for f in space.formats]
     try:
-        choice = np.array([names.index(assignment.formats[u.layers[0]]) for u in space.units])
+        choice = space.choice_of(assignment.formats, assignment.input_formats or assignment.formats)
     except (KeyError, ValueError) as error:
         raise AssignmentError(
             f"ablate={config.ablate}: {error} does not fit search.family={config.search.family} "
-            f"({', '.join(names)}) with search.units={config.search.units}. Set them as they were "
-            "when it was searched."
+            f"({', '.join(names)}) with search.units={config.search.units} and "
+            f"search.operands={config.search.operands}. Set them as they were when it was searched."
         ) from error
     batches = bench.batches(0)[: config.search.score_batches]
     with transformed(bench.model, Transform.of(assignment), assignment.quantized):

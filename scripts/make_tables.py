@@ -16,7 +16,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from experiments._plots import pareto  # noqa: E402
-from experiments._results import Group, difference_to, group_rows, spread_text  # noqa: E402
+from experiments._results import (  # noqa: E402
+    SEPARATE_NOTE,
+    Group,
+    by_operands,
+    difference_to,
+    group_rows,
+    spread_text,
+)
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"
@@ -42,8 +49,16 @@ def number(group: Group, metric: str, digits: int) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    groups = group_rows(record["results"])
-    lines = [HEAD]
+    """Markdown; choices that are separate for weights and inputs stand in a table of their own."""
+    joint, separate = by_operands(group_rows(record["results"]))
+    text = "\n".join(table_lines(joint))
+    if separate:
+        text += "\n\n" * bool(joint) + "\n".join([f"{SEPARATE_NOTE}\n", *table_lines(separate)])
+    return text
+
+
+def table_lines(groups: list[Group]) -> list[str]:
+    lines = [HEAD] if groups else []
     for group in groups:
         budget = f"≤ {group.budget[0]:g}" if group.budget else ""
         seeds = len(group.rows) if group.search not in (None, "uniform") else ""
@@ -54,7 +69,7 @@ def table(record: dict[str, Any]) -> str:
             number(group, "search_seconds", 1),
         ]  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+    return lines
 
 
 def conditions(record: dict[str, Any]) -> str:

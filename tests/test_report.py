@@ -192,7 +192,7 @@ def write_run(
 def write_trace(folder: Path, generator: np.random.Generator, limit: float) -> None:
     formats = json.loads((folder / "assignment.json").read_text())["formats"]
     units = [f"model.layers.{block}.{unit}" for block in range(BLOCKS) for unit in UNITS]
-    high = np.array([unit_format(unit, formats) != "mxfp4" for unit in units])
+    high = np.array([unit_format(unit, {"formats": formats}) != "mxfp4" for unit in units])
     goal = np.where(
         high, generator.uniform(1.05, 1.9, len(units)), generator.uniform(0.05, 0.95, len(units))
     )
@@ -440,19 +440,22 @@ def test_layers_outside_the_usual_projections_have_a_place():
         f"model.layers.0.mlp.experts.{i}.up_proj": name
         for i, name in enumerate(["mxfp4", "mxfp8_e4m3"])
     }
-    shown = format_map({"formats": formats | {"lm_head": "mxfp8_e4m3"}})
+    shown = format_map(formats | {"lm_head": "mxfp8_e4m3"})
     assert 'title="1 mxfp4, 1 mxfp8_e4m3"' in shown and "lm_head: mxfp8_e4m3" in shown
 
 
 def test_unit_names_resolve_to_their_final_format():
-    formats = {"a.q_proj": "mxfp4", "a.k_proj": "mxfp4", "b": "mxfp8_e4m3"}
-    assert unit_format("b", formats) == "mxfp8_e4m3"
+    found = {"formats": {"a.q_proj": "mxfp4", "a.k_proj": "mxfp4", "b": "mxfp8_e4m3"}}
+    assert unit_format("b", found) == "mxfp8_e4m3"
     assert (
-        unit_format("a.{q_proj,k_proj}", formats)
+        unit_format("a.{q_proj,k_proj}", found)
         == "mxfp4"
-        == unit_format("a.q_proj+a.k_proj", formats)
+        == unit_format("a.q_proj+a.k_proj", found)
     )
-    assert unit_format("nowhere", formats) is None
+    assert unit_format("nowhere", found) is None
+    apart = found | {"input_formats": dict.fromkeys(found["formats"], "mxfp6_e2m3")}
+    assert unit_format("a.{q_proj,k_proj}:weight", apart) == "mxfp4"
+    assert unit_format("b:input", apart) == "mxfp6_e2m3"
 
 
 @pytest.mark.parametrize(
