@@ -1,6 +1,7 @@
 """Budgets: what is reachable, that a projection fits and is maximal, and how ties are broken."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from dmx.assignment import make_assignment
 from dmx.budget import (
+    OPERANDS,
     Budget,
     SearchSpace,
     Unit,
@@ -22,6 +24,12 @@ from dmx.searching.heuristics import uniform_choice
 
 WEIGHTINGS = ("elements", "layers")
 CASES = [(f, u, w) for f in FAMILIES for u in BIT_UNITS for w in WEIGHTINGS]
+
+
+def apart(space):
+    """The same space with a choice for each operand."""
+    units = [replace(u, name=f"{u.name}:{o}", operands=(o,)) for u in space.units for o in OPERANDS]
+    return replace(space, units=tuple(units))
 
 
 def make_space(sizes, family="mxfp6_mxfp4", weighting="elements", fixed_size=0, names=None):
@@ -51,7 +59,8 @@ def average_by_hand(space, choice, unit):
         for u, i in zip(space.units, choice, strict=True)
     ]
     for name, size in space.fixed_elements.items():
-        pairs.append((size if by_elements else 1, round(4 * space.fixed[name].bits(unit))))
+        for _ in OPERANDS if space.is_separate else OPERANDS[:1]:
+            pairs.append((size if by_elements else 1, round(4 * space.fixed[name].bits(unit))))
     return sum(w * q for w, q in pairs) / (4 * sum(w for w, _ in pairs))
 
 
@@ -72,6 +81,8 @@ def random_case(rng, family, unit, weighting):
     sizes = 2 ** rng.integers(0, 28, n) if rng.random() < 0.5 else rng.integers(1, 10**9, n)
     fixed = int(rng.integers(1, 10**6)) if rng.random() < 0.3 else 0
     space = make_space(sizes, family, weighting, fixed)
+    if rng.random() < 0.3:
+        space, n = apart(space), 2 * n
     low, high = space.bounds(unit)
     choice = rng.integers(0, len(space.formats), n)
     # A limit that some choice meets exactly is where rounding would show.
@@ -93,6 +104,35 @@ def test_projections_onto_random_budgets_fit_and_are_maximal(family, unit, weigh
         np.testing.assert_array_equal(choice, before)  # the argument is not changed
         again = project(space, budget, projected, wish, gain=gain)
         np.testing.assert_array_equal(again, projected)  # what fits and is maximal stays
+
+
+@pytest.mark.parametrize(("family", "unit", "weighting"), CASES)
+def test_a_joint_choice_has_the_same_bits_in_the_space_of_separate_operands(
+    family, unit, weighting
+):
+    rng = np.random.default_rng([CASES.index((family, unit, weighting)), 3])
+    for _ in range(50):
+        sizes = rng.integers(1, 10**9, int(rng.integers(1, 24)))
+        space = make_space(sizes, family, weighting, int(rng.integers(0, 10**6)))
+        choice = rng.integers(0, len(space.formats), len(sizes))
+        both = np.repeat(choice, 2)
+        assert apart(space).average(both, unit) == space.average(choice, unit)
+        assert apart(space).bounds(unit) == space.bounds(unit)
+        formats = space.layer_formats(choice)
+        assert apart(space).choice_of(formats, formats).tolist() == both.tolist()
+        assert apart(space).layer_formats(both, "input") == formats
+
+
+def test_choices_follow_from_the_formats_of_both_operands():
+    space = apart(make_space([3, 5, 11], "mxfp8_mxfp6_mxfp4"))
+    for choice in ([0, 1, 2, 0, 1, 1], [2, 2, 0, 1, 0, 0]):
+        formats, inputs = (space.layer_formats(choice, operand) for operand in OPERANDS)
+        assert space.choice_of(formats, inputs).tolist() == choice
+    joint = make_space([3, 5, 11], "mxfp8_mxfp6_mxfp4")
+    with pytest.raises(ValueError, match="mxfp6_e2m3 of the input of u1"):
+        joint.choice_of(formats, inputs)
+    with pytest.raises(KeyError):
+        joint.choice_of({"u0": "mxfp4"}, {"u0": "mxfp4"})
 
 
 def test_the_check_of_maximality_can_fail():
@@ -233,6 +273,11 @@ def test_fused_units_join_what_vllm_joins(tiny_random):
         ("0.mlp.down_proj", 1),
     ]
     assert len(space.units) == 8 and space.unquantized == ("lm_head",)
+    separate = build_space(tiny_random.model, space.formats, operands="separate")
+    assert [u.name for u in separate.units] == [
+        f"{u.name}:{operand}" for u in space.units for operand in OPERANDS
+    ]
+    assert separate == apart(space)
     layers = build_space(tiny_random.model, space.formats, units="layer")
     assert len(layers.units) == 14 and layers.shapes == space.shapes
     assert sum(u.elements for u in layers.units) == sum(u.elements for u in space.units)
@@ -322,6 +367,7 @@ def test_patterns_that_leave_nothing_or_match_nothing_are_refused(options, words
     ("options", "words"),
     [
         ({"fixed": {"*.fc": "mxfp5"}}, r"search\.fixed='mxfp5' is no block format.*Did you mean"),
+        ({"operands": "apart"}, r"search\.operands='apart'.*joint, separate"),
         ({"units": "fuse"}, r"search\.units='fuse'.*Did you mean 'fused'.*fused, layer"),
         ({"weighting": "bytes"}, r"search\.weighting='bytes'.*elements, layers"),
     ],

@@ -119,7 +119,8 @@ def test_the_best_assignment_of_a_toy_is_found(name, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("unit", ["element_bits", "bits_per_element"])
-def test_every_setting_ends_within_the_budget_and_maximal(family, unit, tiny):
+@pytest.mark.parametrize("operands", ["joint", "separate"])
+def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit, tiny):
     model, batches = tiny
     for i, (units, weighting, name) in enumerate(
         itertools.product(("fused", "layer"), ("elements", "layers"), ("differentiable", "random"))
@@ -128,14 +129,16 @@ def test_every_setting_ends_within_the_budget_and_maximal(family, unit, tiny):
             name=name, family=family, units=units, weighting=weighting, steps=4, raw_start=1.0,
             evaluate_every=4, seed=i, penalty=("hinge", "scaling")[i % 2],
             objective=("kl", "cross_entropy")[i % 2], exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"},
+            fixed={"*.0.mlp.down_proj": "mxfp8"}, operands=operands,
         )  # fmt: skip
         space = search_space(model, config)
         low, high = space.bounds(unit)
         budget = Budget(low + (high - low) * (0.2 + 0.1 * i), unit)
         assignment = dmx.search(model, batches, budget, config).assignment
-        names = [f.name for f in space.formats]
-        choice = np.array([names.index(assignment.formats[u.layers[0]]) for u in space.units])
+        inputs = assignment.input_formats or assignment.formats
+        choice = space.choice_of(assignment.formats, inputs)
+        assert assignment.input_formats is None or operands == "separate"
+        assert assignment.search.get("operands", "joint") == operands
         assert is_maximal(space, budget, choice)
         assert assignment.bits[unit] == space.average(choice, unit) <= budget.limit
         assert assignment.formats["model.layers.0.mlp.down_proj"] == "mxfp8_e4m3"
@@ -295,12 +298,14 @@ def search_and_die(model, batches, config, folder, after):
 
 
 @pytest.mark.parametrize("after", [3, 20, 33])
-@pytest.mark.parametrize("objective", ["cross_entropy", "kl"])
-def test_a_search_that_died_goes_on_to_the_same_numbers(after, objective, tiny, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [{"objective": "cross_entropy"}, {"objective": "kl"}, {"operands": "separate"}],
+    ids=["cross_entropy", "kl", "separate"],
+)
+def test_a_search_that_died_goes_on_to_the_same_numbers(after, options, tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(
-        steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, objective=objective
-    )
+    config = SearchConfig(steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, **options)
     whole = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "whole")
     search_and_die(model, batches, config, tmp_path / "died", after)
     resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "died")
@@ -406,6 +411,23 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
             r"search\.target=vllm cannot load mxfp6_e2m3 of search\.fixed\['\*\.o_proj'\]. It loads",
         ),
         ({"target": "ollama"}, r"search\.target='ollama'.*any, vllm"),
+        ({"operands": "apart"}, r"search\.operands='apart'.*joint, separate"),
+        (
+            {"operands": "separate", "name": "weight_mse"},
+            r"search\.operands=separate with search\.name=weight_mse.*search\.operands=joint",
+        ),
+        (
+            {"operands": "separate", "target": "vllm", "family": "mxfp8_mxfp4"},
+            r"vLLM of search\.target=vllm cannot run inputs in mxfp4, mxfp8_e4m3.*It can: none",
+        ),
+        (
+            {"operands": "separate", "target": "vllm_quark"},
+            r"vLLM of search\.target=vllm_quark cannot run .*search\.operands=joint",
+        ),
+        (
+            {"operands": "separate", "target": "transformers"},
+            r"transformers .* cannot run inputs in mxfp6_e2m3 .*It can: mxfp4, mxfp8_e4m3",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(options, words):

@@ -11,6 +11,7 @@ import dmx
 from dmx.budget import Budget
 from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig, search_space
+from dmx.searching.heuristics import Scan
 from dmx.searching.offsets import searching_model
 from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
 
@@ -51,8 +52,9 @@ def scan(model, config, tokens):
         {"units": "layer"},
         {"include_lm_head": True},
         {"fixed": {"*.0.mlp.down_proj": "mxfp4"}, "scale_rule": "even"},
+        {"operands": "separate", "fixed": {"*.0.mlp.down_proj": "mxfp4"}},
     ],
-    ids=["three formats", "layer units", "with the head", "with a fixed layer"],
+    ids=["three formats", "layer units", "with the head", "with a fixed layer", "separate"],
 )
 def test_the_scan_that_skips_the_prefix_gives_the_scores_of_the_naive_one(
     options, architecture, make_tiny
@@ -119,6 +121,49 @@ def test_blocks_with_a_forward_of_their_own_keep_it(tiny_random):
     assert block.__dict__["forward"] is own
     assert "forward" not in model.model.layers[1].__dict__
     assert PrefixReplay(model).block_of("model.layers.1.mlp.down_proj") == 1
+
+
+def naive_fisher(model, tokens, space, config):
+    """Each unit's products written out, with the operands of the unit quantized and the others not."""
+    scores = np.zeros((len(space.units), len(space.formats)))
+    for batch in tokens:
+        seen, handles = {}, []
+        for name in space.shapes:
+
+            def keep(_m, args, out, name=name, seen=seen):
+                out.retain_grad()
+                seen[name] = args[0].detach(), out
+
+            handles.append(model.get_submodule(name).register_forward_hook(keep))
+        logits = model(input_ids=batch, use_cache=False).logits[:, :-1]
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+        ).backward()
+        for handle in handles:
+            handle.remove()
+        for (u, unit), (c, f) in itertools.product(
+            enumerate(space.units), enumerate(space.formats)
+        ):
+            for name in unit.layers:
+                (x, out), weight = seen[name], model.get_submodule(name).weight.detach()
+                quantized = (
+                    dmx.fake_quant(t, f) if operand in unit.operands else t
+                    for operand, t in (("input", x), ("weight", weight))
+                )
+                error = torch.nn.functional.linear(*quantized) - x @ weight.T
+                scores[u, c] += float((out.grad * error).square().sum()) / len(tokens)
+    return scores
+
+
+@pytest.mark.parametrize("operands", ["joint", "separate"])
+def test_fisher_weighs_the_error_of_the_operands_of_each_unit(operands, tiny_random):
+    model, tokens = tiny_random.model, batches()
+    config = SearchConfig(name="fisher", operands=operands, family="mxfp8_mxfp6_mxfp4")
+    space = search_space(model, config)
+    expected = naive_fisher(model, tokens, space, config)
+    scan = Scan(model, tokens, space, config, fingerprint={}, folder=None)
+    # Sums of float32 in another order.
+    np.testing.assert_allclose(scan.fisher(), expected, rtol=1e-3)
 
 
 def test_random_choices_follow_the_seed(tiny_random):

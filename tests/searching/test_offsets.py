@@ -1,14 +1,17 @@
 """Raw offsets: annealing, hardening, schedules, and the gradient that a search descends."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dmx.budget import build_space
 from dmx.formats import FAMILIES, get_family
+from dmx.quantizers import fake_quant
 from dmx.searching import SearchConfig, schedule
 from dmx.searching.offsets import anneal, harden, preference, searching_model
 
@@ -139,6 +142,11 @@ def held_quantizer(x, b0, family):
     return smooth, int(is_low.sum()), int(is_clamped.sum())
 
 
+def space_of(toy, family, n_units):
+    """Of one layer: one unit, or one for each operand."""
+    return build_space(toy, family.formats, operands=("joint", "separate")[n_units - 1])
+
+
 class Toy(nn.Module):
     """One layer, searched; the loss is a fixed linear function of its output."""
 
@@ -149,54 +157,76 @@ class Toy(nn.Module):
             self.fc.weight.copy_(torch.randn(8, 96, generator=generator).sinh())
 
 
+# Of the weight and of the input: one number is of both. 1.0 is a kink with three stops.
+STARTS = [(0.9,), (1.05,), (1.2,), (1.45,), (0.9, 1.2), (1.45, 1.05)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("raw_start", [0.9, 1.05, 1.2, 1.45])  # 1.0 is a kink with three stops
-def test_the_gradient_by_the_raw_offset_is_that_of_the_smooth_part(family, raw_start, generator):
+@pytest.mark.parametrize("starts", STARTS, ids=str)
+def test_the_gradient_by_the_raw_offset_is_that_of_the_smooth_part(family, starts, generator):
     toy = Toy(generator)
     # sinh widens the range of magnitudes, so that subnormals and clamped values occur.
     x = (torch.randn(6, 96, generator=generator) * 2).sinh()
     direction = torch.randn(6, 8, generator=generator)
     kind, temperature = get_family(family), 0.4
-    raw = torch.tensor([raw_start], requires_grad=True)
-    with searching_model(toy, build_space(toy, kind.formats), kind, "floor") as bank:
+    raw = torch.tensor(starts, requires_grad=True)
+    with searching_model(toy, space_of(toy, kind, len(starts)), kind, "floor") as bank:
         x.requires_grad_()
         bank.set_soft(anneal(raw, temperature, kind))
         (toy.fc(x) * direction).sum().backward()
 
-    b0 = float(anneal(raw.detach().double(), temperature, kind))
-    of_x, low, clamped = held_quantizer(x.detach(), b0, family)
-    of_weight, _, _ = held_quantizer(toy.fc.weight.detach(), b0, family)
+    b0 = anneal(raw.detach().double(), temperature, kind).tolist()
+    of_x, low, clamped = held_quantizer(x.detach(), b0[-1], family)
+    of_weight, _, _ = held_quantizer(toy.fc.weight.detach(), b0[0], family)
     assert low > 0 and clamped > 0  # both branches are seen
 
-    def loss(raw_value, values=None):
-        b = float(anneal(torch.tensor([raw_value], dtype=torch.float64), temperature, kind))
-        weight = of_weight(toy.fc.weight.detach(), b)
+    def loss(raw_values, values=None):
+        b = anneal(torch.tensor(raw_values, dtype=torch.float64), temperature, kind).tolist()
+        weight = of_weight(toy.fc.weight.detach(), b[0])
         values = x.detach() if values is None else values
-        return float(((of_x(values, b) @ weight.T) * direction.double()).sum())
+        return float(((of_x(values, b[-1]) @ weight.T) * direction.double()).sum())
 
     h = 1e-5
-    expected = (loss(raw_start + h) - loss(raw_start - h)) / (2 * h)
     scale = float(direction.norm() * x.detach().norm())  # the sum of terms of both signs
-    # Step 1e-5 leaves 1e-10 of truncation; float32 sums of 6 * 96 * 8 terms leave about 1e-6.
-    assert float(raw.grad) == pytest.approx(expected, rel=1e-4, abs=1e-6 * scale)
+    for i in range(len(starts)):
+        sides = [[s + sign * h * (j == i) for j, s in enumerate(starts)] for sign in (1, -1)]
+        expected = (loss(sides[0]) - loss(sides[1])) / (2 * h)
+        # Step 1e-5 leaves 1e-10 of truncation; float32 sums of 6 * 96 * 8 terms leave about 1e-6.
+        assert float(raw.grad[i]) == pytest.approx(expected, rel=1e-4, abs=1e-6 * scale)
+        assert math.isfinite(expected) and expected != 0
     bump = torch.zeros(6, 96)
     bump[2, 5] = 1.0
-    by_x = (loss(raw_start, x.detach().double() + h * bump) - loss(raw_start)) / h
+    by_x = (loss(starts, x.detach().double() + h * bump) - loss(starts)) / h
     assert float(x.grad[2, 5]) == pytest.approx(by_x, rel=1e-4, abs=1e-6)
-    assert math.isfinite(expected) and expected != 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_soft_layer_at_the_stops_is_the_hard_layer(family, dtype, generator):
+@pytest.mark.parametrize("n_units", [1, 2], ids=["joint", "separate"])
+def test_the_soft_layer_at_the_stops_is_the_hard_layer(n_units, family, dtype, generator):
     toy, kind = Toy(generator).to(dtype), get_family(family)
     x = torch.randn(6, 96, generator=generator).to(dtype)
     with (
         torch.no_grad(),
-        searching_model(toy, build_space(toy, kind.formats), kind, "floor") as bank,
+        searching_model(toy, space_of(toy, kind, n_units), kind, "floor") as bank,
     ):
-        for stop, block_format in zip(kind.stops, kind.formats, strict=True):
-            bank.set_soft(torch.tensor([stop]))
+        stops = list(zip(kind.stops, kind.formats, strict=True))
+        for chosen in itertools.product(stops, repeat=n_units):
+            bank.set_soft(torch.tensor([stop for stop, _ in chosen]))
             soft = toy.fc(x)
-            bank.set_formats([block_format])
+            formats = [block_format for _, block_format in chosen]
+            bank.set_formats(formats)
             assert torch.equal(soft, toy.fc(x))
+            by_hand = (fake_quant(x, formats[-1]), fake_quant(toy.fc.weight, formats[0]))
+            assert torch.equal(soft, F.linear(*by_hand, toy.fc.bias))
+
+
+def test_one_operand_alone_can_be_quantized(generator):
+    toy, kind = Toy(generator), get_family("mxfp6_mxfp4")
+    x, four = torch.randn(6, 96, generator=generator), kind.formats[0]
+    weight, bias = toy.fc.weight.detach(), toy.fc.bias.detach()
+    with torch.no_grad(), searching_model(toy, space_of(toy, kind, 2), kind, "floor") as bank:
+        bank.set_formats([four, None])
+        assert torch.equal(toy.fc(x), F.linear(x, fake_quant(weight, four), bias))
+        bank.set_formats([None, four])
+        assert torch.equal(toy.fc(x), F.linear(fake_quant(x, four), weight, bias))

@@ -98,11 +98,12 @@ def test_each_round_is_measured_right_and_none_is_worse(tiny):
         dmx.restore(model)
 
 
-def test_reused_prefixes_and_stacked_passes_change_no_measurement(tiny, monkeypatch):
+@pytest.mark.parametrize("operands", ["joint", "separate"])
+def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny, monkeypatch):
     model, tokens = tiny
     config = SearchConfig(
         name="random", polish_rounds=1, units="layer", include_lm_head=True,
-        family="mxfp8_mxfp6_mxfp4", fixed={"*.0.mlp.down_proj": "mxfp4"},
+        family="mxfp8_mxfp6_mxfp4", fixed={"*.0.mlp.down_proj": "mxfp4"}, operands=operands,
     )  # fmt: skip
     space = search_space(model, config)
     start = random_start(space, Budget(5.5), 1)
@@ -129,15 +130,14 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
         config = SearchConfig(
             name=name, family=family, units=units, weighting=weighting, polish_rounds=rounds,
             polish_batches=1, steps=2, raw_start=1.0, exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"},
+            fixed={"*.0.mlp.down_proj": "mxfp8"}, operands=("joint", "separate")[rounds % 2],
         )  # fmt: skip
         space = search_space(model, config)
         low, high = space.bounds(unit)
         budget = Budget(low + (high - low) * 0.21 * rounds, unit)
         result = dmx.search(model, tokens, budget, config)
-        names = [f.name for f in space.formats]
         formats = result.assignment.formats
-        choice = np.array([names.index(formats[u.layers[0]]) for u in space.units])
+        choice = space.choice_of(formats, result.assignment.input_formats or formats)
         assert is_maximal(space, budget, choice, gain=result.preference)
         assert result.assignment.bits[unit] == space.average(choice, unit) <= budget.limit
         assert result.polish[-1]["bits"] == space.average(choice, unit)
