@@ -32,20 +32,28 @@ FP8_MULTIPLE = 16
 """torch._scaled_mm wants the contraction and the columns of the result in multiples of this."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fp8:
-    """codes: (R, C) float8, contiguous. scales: (2,) float32, 1 / S and S; NaN if not finite.
-
-    1 / S stands first: the matrix product reads it by its address, which is aligned there.
-    """
+    """A matrix in FP8: codes times `inverse`, to the last bit codes / `scale`."""
 
     codes: Tensor
-    scales: Tensor
+    """(R, C) float8, contiguous."""
+    inverse: Tensor
+    """1 / S, (1,) float32 at an address that the matrix product reads; NaN if not finite."""
+    largest: Tensor
+    """(n, P), `amax` of this matrix and of those that were cast with it."""
+    row: int
+    """Of `largest`."""
     format: str
+
+    @property
+    def scale(self) -> Tensor:
+        """S, (1,) float32. Made when asked for: only what is dequantized needs it."""
+        return scales_of(self.largest[self.row], self.format)[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Values in `dtype`, divided in float32 as the definition says."""
-        return (self.codes.float() / self.scales[1]).to(dtype)
+        return (self.codes.float() / self.scale).to(dtype)
 
 
 class Cast(NamedTuple):
@@ -78,8 +86,8 @@ def partials(device: torch.device) -> int:
     return 512 if device.type == "cuda" else 1
 
 
-def scales_of(largest: Tensor, format: str) -> Tensor:
-    """(2,) float32: 1 / S and S = Q / amax; 1 for a zero tensor, NaN for one that is not finite.
+def scales_of(largest: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """1 / S and S = Q / amax, (1,) float32; 1 for a zero tensor, NaN for one that is not finite.
 
     Args:
         largest: (P,), a row of `amax`.
@@ -89,7 +97,7 @@ def scales_of(largest: Tensor, format: str) -> Tensor:
     scale = (top / largest).clamp(max=MAX_SCALE)
     scale = torch.where(largest == 0, 1.0, scale)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return torch.cat((scale.reciprocal(), scale))
+    return scale.reciprocal(), scale
 
 
 def cast(
@@ -110,22 +118,22 @@ def cast(
     if tensors[0].is_cuda and metric in (None, "relative_error"):
         from mor.kernels import triton_fp8
 
-        found, errors = triton_fp8.cast(
+        codes, turned_codes, inverses, errors = triton_fp8.cast(
             tensors, largest, format, plain=plain, turned=turned, measured=metric is not None
         )
         return [
             Cast(
-                None if codes is None else Fp8(codes, scales, format),
-                None if other is None else Fp8(other, scales, format),
+                Fp8(codes[i], inverse, largest, i, format) if plain else None,
+                Fp8(turned_codes[i], inverse, largest, i, format) if turned else None,
             )
-            for codes, other, scales in found
+            for i, inverse in enumerate(inverses)
         ], errors
     casts, measured = [], []
-    for x, row in zip(tensors, largest, strict=True):
-        scales = scales_of(row, format)
-        codes = (x.float() * scales[1]).to(FLOAT8[format])
-        own = Fp8(codes.contiguous(), scales, format)
-        other = Fp8(codes.t().contiguous(), scales, format) if turned else None
+    for i, x in enumerate(tensors):
+        inverse, scale = scales_of(largest[i], format)
+        matrix = (x.float() * scale).to(FLOAT8[format])
+        own = Fp8(matrix.contiguous(), inverse, largest, i, format)
+        other = Fp8(matrix.t().contiguous(), inverse, largest, i, format) if turned else None
         casts.append(Cast(own if plain else None, other))
         if metric is not None:
             wide, narrow = (
@@ -159,8 +167,8 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
     return torch._scaled_mm(
         a.codes,
         b.codes.t(),
-        scale_a=a.scales[0],
-        scale_b=b.scales[0],
+        scale_a=a.inverse,
+        scale_b=b.inverse,
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
@@ -169,7 +177,7 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
 def emulated_product(a: Fp8, b: Fp8, dtype: torch.dtype) -> Tensor:
     """The same product with float32 accumulation; codes are exact in BF16."""
     exact = wide_product(a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16))
-    return (exact * (a.scales[0] * b.scales[0])).to(dtype)
+    return (exact * (a.inverse * b.inverse)).to(dtype)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ Source: MoR, arXiv 2512.22804. Speculation, `refresh_every` and the sharing are 
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from mor.statistics import LayerState, layer_states, state_of
 # Layout of the small CPU tensor that a forward pass hands to its backward pass.
 _INPUT, _WEIGHT, _DECIDING, _COUNTING = range(4)
 _ORIGINALS = "_mor_originals"
+_NOTHING = nullcontext()
 FAST_ACCUMULATION = {"forward": True, "grad_input": False, "grad_weight": False}
 """As torchao's float8 training: gradients keep full accumulation."""
 
@@ -92,7 +94,7 @@ class MorLinear(nn.Linear):
             raise TypeError(
                 f"x is {x.dtype}, weight is {weight.dtype}; cast one of them or use torch.autocast"
             )
-        matrix = x.reshape(-1, x.shape[-1])
+        matrix = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"x has {x.shape[-1]} features in its last axis, the layer takes {self.in_features}"
@@ -101,7 +103,7 @@ class MorLinear(nn.Linear):
             out = torch.ops.mor.linear_forward(matrix, weight, self.handle, self.training)[0]
         else:
             out = _EagerLinear.apply(matrix, weight, self.handle, self.training)
-        out = out.reshape(*x.shape[:-1], self.out_features)
+        out = out if x.ndim == 2 else out.reshape(*x.shape[:-1], self.out_features)
         return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
@@ -207,16 +209,19 @@ class _Operand:
     """One side of a product: FP8, or values that enter in BF16."""
 
     def __init__(
-        self, x: Tensor, largest: Tensor, format: str, *, cast: Fp8 | None, turned: bool = False
-    ) -> None:
-        """largest: (1, P), `fp8.amax(x)`. cast: codes in the product's orientation, where made."""
-        self.x, self.largest, self.format, self.cast, self.turned = x, largest, format, cast, turned
+        self, x: Tensor, largest: Tensor, row: int, format: str, *, cast: Fp8 | None,
+        turned: bool = False,
+    ) -> None:  # fmt: skip
+        """row: of largest, `fp8.amax(x)`. cast: codes in the product's orientation, where made."""
+        self.x, self.largest, self.row = x, largest, row
+        self.format, self.cast, self.turned = format, cast, turned
 
     def fp8(self) -> Fp8:
         """Codes in the product's orientation, contiguous."""
         if self.cast is None:
+            largest = self.largest[self.row : self.row + 1]
             casts, _ = fp8.cast(
-                [self.x], self.largest, self.format, plain=not self.turned, turned=self.turned
+                [self.x], largest, self.format, plain=not self.turned, turned=self.turned
             )
             self.cast = casts[0].turned if self.turned else casts[0].plain
             assert self.cast is not None
@@ -260,7 +265,7 @@ def _tensor_forward(
 
     def product(formats: list[str]) -> tuple[Tensor, str]:
         a, b = (
-            _Operand(y, trials.largest[i : i + 1], name, cast=_plain(casts, name))
+            _Operand(y, trials.largest, i, name, cast=_plain(casts, name))
             for i, (y, casts, name) in enumerate(
                 zip(trials.operands, trials.casts, formats, strict=True)
             )
@@ -306,7 +311,7 @@ def _tensor_backward(
     if both_needed and input_format == weight_format != "bf16":
         turned[:], _ = fp8.cast([x, weight], largest, input_format, plain=False, turned=True)
     turned_input, turned_weight = (
-        _Operand(y, largest[i : i + 1], name, cast=cast.turned if cast else None, turned=True)
+        _Operand(y, largest, i, name, cast=cast.turned if cast else None, turned=True)
         for i, (y, name, cast) in enumerate(
             zip((x, weight), (input_format, weight_format), turned, strict=True)
         )
@@ -314,13 +319,13 @@ def _tensor_backward(
 
     def grad_input(format: str) -> tuple[Tensor, str]:
         cast = _plain(trials.casts[0], format)
-        a = _Operand(grad, trials.largest, format, cast=cast)
+        a = _Operand(grad, trials.largest, 0, format, cast=cast)
         return _multiply("grad_input", a, turned_weight, config, grad.dtype)
 
     def grad_weight(format: str) -> tuple[Tensor, str]:
         found = trials.casts[0].get(format)
         cast = found.turned if found else None
-        a = _Operand(grad, trials.largest, format, cast=cast, turned=True)
+        a = _Operand(grad, trials.largest, 0, format, cast=cast, turned=True)
         return _multiply("grad_weight", a, turned_input, config, grad.dtype)
 
     # One of the two runs while the errors travel.
@@ -377,6 +382,12 @@ def _grid(x: Tensor, config: MorConfig) -> torch.Size:
 # ---------------------------------------------------------------- the operators
 
 
+def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    device = x.device.type
+    # The context costs as much host time as a launch.
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
+
+
 def _forward(
     x: Tensor, weight: Tensor, handle: int, training: bool
 ) -> tuple[Tensor, Tensor, list[int]]:
@@ -389,7 +400,7 @@ def _forward(
         state.is_deciding = state.passes % every == 0
         state.passes += 1
     deciding = every == 1 or (counting and state.is_deciding)
-    with torch.autocast(x.device.type, enabled=False):
+    with _without_autocast(x):
         if _is_tensor_path(state.config):
             out, largest, formats = _tensor_forward(x, weight, state, deciding, counting)
         else:
@@ -423,7 +434,7 @@ def _linear_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """Gradients by x and weight; None for one that is not needed."""
     state = state_of(handle)
-    with torch.autocast(grad.device.type, enabled=False):
+    with _without_autocast(grad):
         if _is_tensor_path(state.config):
             by_input, by_weight = _tensor_backward(
                 grad, x, weight, largest, flags, state, need_input, need_weight

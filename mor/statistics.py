@@ -74,15 +74,15 @@ class LayerState:
         self, operand: str, format: str, elements: int, error: float | None, finite: bool = True
     ) -> None:
         """One tensor-level decision; error None = not measured."""
-        row = self.host[:_OPERAND_SIZE].reshape(len(OPERANDS), _FIELDS)[OPERANDS.index(operand)]
-        index = FORMATS.index(format)
+        host, at, index = self.host, OPERANDS.index(operand) * _FIELDS, FORMATS.index(format)
         if error is not None and finite:
-            row[_MEASURED] += 1
-            row[_ERROR] += error
-        row[_NONFINITE] += not finite
-        row[_TENSORS][index] += 1
-        row[_BLOCKS][index] += 1
-        row[_ELEMENTS][index] += elements
+            host[at + _MEASURED] += 1
+            host[at + _ERROR] += error
+        if not finite:
+            host[at + _NONFINITE] += 1
+        host[at + _TENSORS.start + index] += 1
+        host[at + _BLOCKS.start + index] += 1
+        host[at + _ELEMENTS.start + index] += elements
 
     def count_product(self, product: str, execution: str) -> None:
         at = PRODUCTS.index(product) * len(EXECUTIONS) + EXECUTIONS.index(execution)

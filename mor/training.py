@@ -339,7 +339,9 @@ class _TrainingRun:
         with self.accelerator.autocast():
             logits = self.wrapped(input_ids=batch, use_cache=False).logits
         loss = next_token_losses(logits, batch).mean()
-        self.accelerator.backward(loss)
+        # Backward passes with Python in them would wait for autograd's own thread at every layer.
+        with torch.autograd.set_multithreading_enabled(False):
+            self.accelerator.backward(loss)
         if self.held is not None:
             self.held.clear_gradients()
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)

@@ -5,6 +5,9 @@
 Times are medians over steps of (forward, backward to input and weight), CUDA events around each
 step, the step's host waits inside. The recipes take turns within one process, so clocks and heat
 hit them alike. torchao's tensorwise float8 training stands beside them where it is installed.
+All backward passes run in the calling thread, as `mor.training` does it: with autograd's own thread
+(--engine-thread) a backward pass with Python in it waits for a hand-over, 0.4 ms a step on a slow
+host.
 """
 
 import argparse
@@ -172,11 +175,17 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--compiled", action="store_true", help="bf16 under torch.compile, too")
+    parser.add_argument(
+        "--engine-thread", action="store_true", help="backward in autograd's thread"
+    )
     parser.add_argument("--json", help="write all numbers there")
     arguments = parser.parse_args()
+    torch.autograd.set_multithreading_enabled(arguments.engine_thread)
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {arguments.tokens} tokens, bf16")
-    everything: dict[str, object] = {"device": name, "torch": torch.__version__}
+    everything: dict[str, object] = {
+        "device": name, "torch": torch.__version__, "engine_thread": arguments.engine_thread,
+    }  # fmt: skip
     rows = []
     for size in arguments.sizes:
         for row in bench(size, arguments.tokens, arguments.rounds, arguments.compiled):

@@ -147,7 +147,12 @@ def linear_page(record: dict[str, Any]) -> str:
         )
     tokens = record["rows"][0]["tokens"]
     return "\n".join(
-        [*lines, "", f"- {record['device']}, torch {record['torch']}, {tokens} tokens, bf16."]
+        [
+            *lines,
+            "",
+            f"- {record['device']}, torch {record['torch']}, {tokens} tokens, bf16; backward passes in "
+            f"{"autograd's own" if record.get('engine_thread', True) else 'the calling'} thread.",
+        ]  # fmt: skip
     )
 
 

@@ -25,34 +25,37 @@ from mor.scaling import MAX_SCALE
 _AMAX_BLOCK = 8192
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
 _REDUCE_BLOCK = 1024
-_SCALES = 4
-"""Places of a matrix's two scales in the workspace: the matrix product wants 16 bytes aligned."""
+_INVERSES = (4, 1)
+"""Strides of the inverse scales: the matrix product wants each at 16 bytes."""
 SURELY_ZERO = tl.constexpr(2.0**-20)
 """Below half the smallest subnormal of E4M3 (2**-9) and E5M2 (2**-16)."""
 
 
 class _Kernel:
-    """A Triton kernel whose compiled forms are found by what Triton specializes on."""
+    """A Triton kernel whose compiled forms are kept by what a call looks like."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.runners: dict[tuple[Any, ...], Any] = {}
 
     def launch(
-        self, grid: int, arguments: Sequence[Tensor | int], constants: tuple[Any, ...]
-    ) -> None:
-        """arguments: of the kernel, in order; constants: its constexpr ones, which stand last."""
-        key: list[Any] = [*constants]
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                key += [argument.dtype, argument.data_ptr() % 16 == 0, argument.device.index]
-            else:
-                key.append((argument == 1, argument % 16 == 0, argument >= 2**31))
-        found = self.compiled.get(tuple(key))
-        if found is None:
-            self.compiled[tuple(key)] = self.function[(grid,)](*arguments, *constants, num_warps=8)
+        self, grid: int, a: Tensor, b: Tensor, others: Sequence[Tensor], numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        """Arguments of the kernel in order. constants: its constexpr ones.
+
+        Args:
+            others: tensors that were allocated here, so aligned, and of dtypes that follow from
+                `constants` and from the dtype of a and b.
+        """
+        aligned = (a.data_ptr() | b.data_ptr()) % 16
+        key = (grid, numbers, constants, a.dtype, a.get_device(), aligned)
+        runner = self.runners.get(key)
+        if runner is None:
+            compiled = self.function[(grid,)](a, b, *others, *numbers, *constants, num_warps=8)
+            self.runners[key] = compiled[(grid, 1, 1)]
         else:
-            found[(grid, 1, 1)](*arguments, *constants)
+            runner(a, b, *others, *numbers, *constants)
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
 
 @triton.jit
 def _cast_tile(
-    x_ptr, largest_ptr, codes_ptr, turned_ptr, scales_ptr, sum_ptr, count_ptr, rows, columns,
+    x_ptr, largest_ptr, codes_ptr, turned_ptr, inverse_ptr, sum_ptr, count_ptr, rows, columns,
     row_stride, column_stride, tile, TOP: tl.constexpr, MAX_SCALE: tl.constexpr,
     PARTIALS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, MEASURED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -98,8 +101,7 @@ def _cast_tile(
     if tile == 0:
         # In float64: the float32 division flushes an inverse below 2**-126 to zero.
         inverse = tl.full((), 1.0, tl.float64) / scale.to(tl.float64)
-        tl.store(scales_ptr, inverse.to(tl.float32))
-        tl.store(scales_ptr + 1, scale)
+        tl.store(inverse_ptr, inverse.to(tl.float32))
     across = tl.cdiv(columns, COLUMNS)
     row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -129,25 +131,23 @@ def _cast_tile(
 @_Kernel
 @triton.jit
 def _cast_kernel(
-    a_ptr, b_ptr, largest_ptr, a_codes_ptr, b_codes_ptr, a_turned_ptr, b_turned_ptr, work_ptr,
-    a_rows, a_columns, a_row_stride, a_column_stride, a_tiles,
-    b_rows, b_columns, b_row_stride, b_column_stride, b_tiles,
-    TOP: tl.constexpr, MAX_SCALE: tl.constexpr, PARTIALS: tl.constexpr, SCALES: tl.constexpr,
-    PLAIN: tl.constexpr, TURNED: tl.constexpr, MEASURED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    a_ptr, b_ptr, largest_ptr, a_codes_ptr, b_codes_ptr, a_turned_ptr, b_turned_ptr, inverse_ptr,
+    sum_ptr, a_rows, a_columns, a_row_stride, a_column_stride, a_tiles, b_rows, b_columns,
+    b_row_stride, b_column_stride, b_tiles, TOP: tl.constexpr, MAX_SCALE: tl.constexpr,
+    PARTIALS: tl.constexpr, INVERSES: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
+    MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
-    sum_ptr = work_ptr + 2 * SCALES
     count_ptr = sum_ptr + a_tiles + b_tiles
     if tile < a_tiles:
         _cast_tile(
-            a_ptr, largest_ptr, a_codes_ptr, a_turned_ptr, work_ptr, sum_ptr, count_ptr, a_rows,
+            a_ptr, largest_ptr, a_codes_ptr, a_turned_ptr, inverse_ptr, sum_ptr, count_ptr, a_rows,
             a_columns, a_row_stride, a_column_stride, tile, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED,
             MEASURED, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         _cast_tile(
-            b_ptr, largest_ptr + PARTIALS, b_codes_ptr, b_turned_ptr, work_ptr + SCALES,
+            b_ptr, largest_ptr + PARTIALS, b_codes_ptr, b_turned_ptr, inverse_ptr + INVERSES,
             sum_ptr + a_tiles, count_ptr + a_tiles, b_rows, b_columns, b_row_stride,
             b_column_stride, tile - a_tiles, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED, MEASURED,
             ROWS, COLUMNS,
@@ -157,18 +157,17 @@ def _cast_kernel(
 @_Kernel
 @triton.jit
 def _mean_kernel(
-    work_ptr, largest_ptr, error_ptr, a_tiles, b_tiles, PARTIALS: tl.constexpr,
-    SCALES: tl.constexpr, BLOCK: tl.constexpr,
+    largest_ptr, sum_ptr, error_ptr, a_tiles, b_tiles, PARTIALS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     which = tl.program_id(0)
-    sum_ptr = work_ptr + 2 * SCALES + which * a_tiles
-    count_ptr = sum_ptr + a_tiles + b_tiles
+    first_ptr = sum_ptr + which * a_tiles
+    count_ptr = first_ptr + a_tiles + b_tiles
     n = tl.where(which == 0, a_tiles, b_tiles)
     total = tl.zeros((BLOCK,), tl.float64)
     count = tl.zeros((BLOCK,), tl.float64)
     for base in range(0, n, BLOCK):
         index = base + tl.arange(0, BLOCK)
-        total += tl.load(sum_ptr + index, mask=index < n, other=0.0).to(tl.float64)
+        total += tl.load(first_ptr + index, mask=index < n, other=0.0).to(tl.float64)
         count += tl.load(count_ptr + index, mask=index < n, other=0.0).to(tl.float64)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count, 0), 1.0)
     amax = tl.max(tl.load(largest_ptr + which * PARTIALS + tl.arange(0, PARTIALS)), 0)
@@ -181,54 +180,52 @@ def amax(tensors: Sequence[Tensor]) -> Tensor:
     n, programs = len(tensors), partials(a.device)
     largest = torch.empty(n, programs, dtype=torch.float32, device=a.device)
     _amax_kernel.launch(
-        n * programs, (a, b, largest, a.numel(), b.numel()), (programs, _AMAX_BLOCK)
+        n * programs, a, b, (largest,), (a.numel(), b.numel()), (programs, _AMAX_BLOCK)
     )
     return largest
-
-
-_Codes = tuple[Tensor | None, Tensor | None, Tensor]
 
 
 def cast(
     tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool, turned: bool,
     measured: bool,
-) -> tuple[list[_Codes], Tensor | None]:  # fmt: skip
-    """(codes, codes of the transpose, scales) of each matrix, and the errors ((n,) float64); see
-    `mor.fp8.cast`."""
+) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor], Tensor | None]:  # fmt: skip
+    """Codes of the matrices, codes of their transposes (empty lists where not asked for), inverse
+    scales, and the errors ((n,) float64); see `mor.fp8.cast`."""
     a, b = tensors[0], tensors[-1]
     if plain and turned and a.element_size() == 4:
         # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
         # test on a GPU (Triton 3.6), which 16-bit inputs pass.
-        first, errors = cast(tensors, largest, format, plain=True, turned=False, measured=measured)
-        second, _ = cast(tensors, largest, format, plain=False, turned=True, measured=False)
-        return [(f[0], s[1], f[2]) for f, s in zip(first, second, strict=True)], errors
+        codes, _, inverses, errors = cast(
+            tensors, largest, format, plain=True, turned=False, measured=measured
+        )
+        other = cast(tensors, largest, format, plain=False, turned=True, measured=False)[1]
+        return codes, other, inverses, errors
     n, device, dtype = len(tensors), a.device, FLOAT8[format]
-
     codes = [torch.empty(x.shape, dtype=dtype, device=device) for x in tensors if plain]
     other = [torch.empty(x.shape[::-1], dtype=dtype, device=device) for x in tensors if turned]
+    inverse = torch.empty_strided((n, 1), _INVERSES, dtype=torch.float32, device=device)
     a_tiles, b_tiles = _tiles(a), _tiles(b) if n > 1 else 0
-    size = 2 * _SCALES + (2 * (a_tiles + b_tiles) if measured else 0)
-    work = torch.empty(size, dtype=torch.float32, device=device)
-    to, to_turned = codes or other, other or codes
+    sums = inverse
+    if measured:
+        sums = torch.empty(2 * (a_tiles + b_tiles), dtype=torch.float32, device=device)
     if not a_tiles or (n > 1 and not b_tiles):
-        work.fill_(1.0)  # an empty matrix has no tile that writes its scales
+        inverse.fill_(1.0)  # an empty matrix has no tile that writes its scale
     if a_tiles + b_tiles:
+        to, to_turned = codes or other, other or codes
         _cast_kernel.launch(
-            a_tiles + b_tiles,
-            (a, b, largest, to[0], to[-1], to_turned[0], to_turned[-1], work,
-             *a.shape, *a.stride(), a_tiles, *b.shape, *b.stride(), b_tiles),
-            (ELEMENTS[format].max_normal, MAX_SCALE, largest.shape[1], _SCALES, plain, turned,
+            a_tiles + b_tiles, a, b,
+            (largest, to[0], to[-1], to_turned[0], to_turned[-1], inverse, sums),
+            (*a.shape, *a.stride(), a_tiles, *b.shape, *b.stride(), b_tiles),
+            (ELEMENTS[format].max_normal, MAX_SCALE, largest.shape[1], _INVERSES[0], plain, turned,
              measured, _TILE_ROWS, _TILE_COLUMNS),
         )  # fmt: skip
-    scales = [work[_SCALES * i : _SCALES * i + 2] for i in range(n)]
     errors = None
     if measured:
         errors = torch.empty(n, dtype=torch.float64, device=device)
         _mean_kernel.launch(
-            n, (work, largest, errors, a_tiles, b_tiles), (largest.shape[1], _SCALES, _REDUCE_BLOCK)
+            n, largest, sums, (errors,), (a_tiles, b_tiles), (largest.shape[1], _REDUCE_BLOCK)
         )
-    none = [None] * n
-    return list(zip(codes or none, other or none, scales, strict=True)), errors
+    return codes, other, inverse.unbind(0), errors
 
 
 def _tiles(x: Tensor) -> int:
