@@ -145,15 +145,12 @@ def linear_page(record: dict[str, Any]) -> str:
             f"| {row['size']} | {row['recipe']} | {row['ms']:.3f} | {row['ms_low']:.3f}, "
             f"{row['ms_high']:.3f} | {row['speedup']:.3f} | {target} |"
         )
-    tokens = record["rows"][0]["tokens"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"- {record['device']}, torch {record['torch']}, {tokens} tokens, bf16; backward passes in "
-            f"{"autograd's own" if record.get('engine_thread', True) else 'the calling'} thread.",
-        ]  # fmt: skip
-    )
+    thread = "autograd's own" if record.get("engine_thread", True) else "the calling"
+    lines += [
+        "", f"- {record['device']}, torch {record['torch']}, {record['rows'][0]['tokens']} tokens, bf16; "
+        f"backward passes in {thread} thread.",
+    ]  # fmt: skip
+    return "\n".join(lines)
 
 
 EXPORT_HEAD = (
