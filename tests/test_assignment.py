@@ -73,9 +73,11 @@ def test_tied_embeddings_count_once_in_the_whole_model(make_tiny):
     assert assignment.bits["whole_model_bits_per_element"] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("operands", ["joint", "separate"])
 @pytest.mark.parametrize("weighting", ["elements", "layers"])
-def test_either_weighting_survives_a_round_trip(weighting, tiny_random, tmp_path):
-    assignment = made(tiny_random.model, weighting=weighting, fixed={"*.0.mlp.down_proj": "mxfp8"})
+def test_either_weighting_survives_a_round_trip(weighting, operands, tiny_random, tmp_path):
+    fixed = {"*.0.mlp.down_proj": "mxfp8"}
+    assignment = made(tiny_random.model, weighting=weighting, fixed=fixed, operands=operands)
     assert Assignment.load(assignment.save(tmp_path / "a.json")) == assignment
 
 
@@ -84,6 +86,39 @@ def test_shared_weights_survive_a_round_trip(tiny_random, tmp_path):
     layers[1].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
     assignment = made(tiny_random.model, units="layer")
     assert Assignment.load(assignment.save(tmp_path / "a.json")) == assignment
+
+
+def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tiny_random, tmp_path):
+    model = tiny_random.model
+    low = made(model, choice=(0,))
+    apart = made(model, operands="separate", fixed={"*.0.mlp.down_proj": "mxfp8"}, units="layer")
+    searched = [k for k in apart.formats if k != "model.layers.0.mlp.down_proj"]
+    assert {apart.formats[k] for k in searched} == {"mxfp4"}  # every weight 0, every input 1
+    assert {apart.input_formats[k] for k in searched} == {"mxfp6_e2m3"} and len(apart.unequal) == 13
+    assert apart.input_formats["model.layers.0.mlp.down_proj"] == "mxfp8_e4m3"
+    sizes = {k: a * b for k, (a, b) in apart.shapes.items()}
+    high, total = sizes["model.layers.0.mlp.down_proj"], sum(sizes.values())
+    assert apart.bits["element_bits"] == (5 * (total - high) + 8 * high) / total
+    weights = (4 * (total - high) + 8 * high) / total
+    assert apart.average_bits(["weight"])["element_bits"] == pytest.approx(weights, rel=1e-12)
+    raised = 4 * high / sum(p.numel() for p in model.parameters())
+    found = apart.bits["whole_model_bits_per_element"]
+    assert found - low.bits["whole_model_bits_per_element"] == pytest.approx(raised, rel=1e-9)
+    assert apart.search["operands"] == "separate"
+    assert Assignment.load(apart.save(tmp_path / "a.json")) == apart
+
+
+def test_equal_operands_are_not_named_apart_and_have_the_bits_of_the_joint_choice(tiny_random):
+    joint = made(tiny_random.model)
+    apart = made(tiny_random.model, choice=(0, 0, 1, 1), operands="separate")
+    assert apart.input_formats is None and not apart.unequal
+    assert (apart.formats, apart.bits) == (joint.formats, joint.bits)
+
+
+def test_bits_that_do_not_count_the_inputs_are_refused(body, tmp_path):
+    body["input_formats"] = dict.fromkeys(body["formats"], "mxfp8_e4m3")
+    with pytest.raises(AssignmentError, match=r"bits\.element_bits says .*, its formats give"):
+        Assignment.from_dict(body)
 
 
 def test_aliases_load_under_their_canonical_name(body):

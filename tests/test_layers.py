@@ -34,11 +34,15 @@ def mixed(model, family="mxfp6_mxfp4", **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("units", ["fused", "layer"])
+@pytest.mark.parametrize("operands", ["joint", "separate"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hard_model_and_applied_assignment_give_equal_logits(family, units, dtype, make_tiny):
+def test_hard_model_and_applied_assignment_give_equal_logits(
+    family, operands, units, dtype, make_tiny
+):
     model = make_tiny("qwen3", dtype=dtype).model
     fixed = {"*.1.self_attn.o_proj": "mxfp8_e5m2"}
-    space, choice, assignment = mixed(model, family, units=units, fixed=fixed)
+    space, choice, assignment = mixed(model, family, units=units, fixed=fixed, operands=operands)
+    assert bool(assignment.unequal) == (operands == "separate")
     full = logits(model)
     with searching_model(model, space, get_family(family), "floor") as bank:
         assert torch.equal(logits(model), full)

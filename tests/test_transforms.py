@@ -425,9 +425,11 @@ def reference_gradient(model, bank, search):
 
     def forward(layer, x):
         x, weight = layer.operands(x)
-        offset = offsets[layer.weight_unit]
-        quantize = lambda t: dmx.continuous_fake_quant(t, offset, search.family)  # noqa: E731
-        return torch.nn.functional.linear(quantize(x), quantize(weight), layer.bias)
+        x, weight = (
+            dmx.continuous_fake_quant(t, offsets[unit], search.family)
+            for t, unit in ((x, layer.input_unit), (weight, layer.weight_unit))
+        )
+        return torch.nn.functional.linear(x, weight, layer.bias)
 
     original = SearchLinear.forward
     SearchLinear.forward = forward

@@ -27,6 +27,13 @@ def mixed(model, formats, units="layer", **options):
     return make_assignment(space, np.arange(len(space.units)) % len(formats), model)
 
 
+def unequal(model, formats=VLLM):
+    """The low format for every weight, the high one for every other layer's input."""
+    space = build_space(model, formats, units="fused", operands="separate")
+    choice = [i % 4 == 1 for i in range(len(space.units))]
+    return make_assignment(space, np.array(choice, dtype=np.int64), model)
+
+
 def needs(package):
     module = verify.MODULES[package]
     return pytest.mark.skipif(

@@ -1,5 +1,6 @@
 """What is exported is what was assigned: files, bytes, logits in the loaders and in our own."""
 
+import dataclasses
 import json
 import math
 
@@ -17,7 +18,7 @@ from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from dmx.layers import quantized_layers
 from dmx.quantizers import BlockQuantizer
 from dmx.targets import TARGETS
-from tests.exporting.conftest import HELD, VLLM, mixed, needs
+from tests.exporting.conftest import HELD, VLLM, mixed, needs, unequal
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
 
@@ -100,6 +101,36 @@ def test_torchao_equals_the_fake_quantized_model(architecture, make_tiny, tmp_pa
     assignment = mixed(loaded.model, HELD["torchao"])
     done = export(loaded.model, assignment, tmp_path / "out", "torchao", inputs=True)
     assert done.verification.equal
+
+
+@pytest.mark.parametrize(
+    ("target", "formats", "bound"),
+    [
+        pytest.param("compressed_tensors", VLLM, 1e-2, marks=needs("compressed-tensors")),
+        pytest.param("quark", (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
+    ],
+)
+def test_operands_of_unequal_formats_run_in_the_loader(
+    target, formats, bound, make_tiny, tmp_path, loaded_apart
+):
+    """Had the loader taken the weight's format for the inputs, the logits would be those of another
+    assignment."""
+    model = make_tiny("qwen3", dtype="bfloat16").model
+    assignment = unequal(model, formats)
+    done = export(model, assignment, tmp_path / "out", target, inputs=True)
+    assert done.profile == {"quark": None}.get(target, "transformers")
+    joint = dataclasses.replace(assignment, input_formats=None)
+    tokens = default_tokens(model.config.vocab_size)
+    logits = []
+    for applied in (assignment, joint):
+        dmx.apply(model, applied)
+        logits.append(rows_of(model, tokens, len(tokens))["logits"].double().log_softmax(-1))
+        dmx.restore(model)
+    apart = float((logits[0].exp() * (logits[0] - logits[1])).sum(-1).mean())
+    # What is left is the loaders' own scale rule.
+    assert done.verification.kl < bound and done.verification.kl < 0.5 * apart
+    back = dmx.load_exported(done.folder)
+    assert back.assignment.input_formats == assignment.input_formats and back.inputs
 
 
 @needs("amd-quark")

@@ -17,11 +17,11 @@ from dmx.assignment import make_assignment
 from dmx.budget import Budget, project
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import exporter, writing
-from dmx.formats import FAMILIES, MXFP4, MXFP6_E3M2
+from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.targets import SEARCH_TARGETS, TARGETS, obstacles
-from tests.exporting.conftest import VLLM, mixed
+from tests.exporting.conftest import VLLM, mixed, unequal
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -202,10 +202,10 @@ EXPORTS = {
         st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "bf16"]),
         max_size=2,
     ),
-    st.booleans(),
+    st.booleans(), st.sampled_from(["joint", "separate"]),
 )  # fmt: skip
 def test_what_a_search_target_yields_its_export_takes(
-    target, family, units, tied, limit, seed, exclude, fixed, include_lm_head
+    target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, operands
 ):
     try:
         config = SearchConfig(
@@ -216,6 +216,7 @@ def test_what_a_search_target_yields_its_export_takes(
             exclude=exclude,
             fixed=fixed,
             include_lm_head=include_lm_head,
+            operands=operands,
         )
         space = search_space(META[tied], config)
         draw = np.random.default_rng(seed)
@@ -225,8 +226,50 @@ def test_what_a_search_target_yields_its_export_takes(
         return  # refused before a search: as it should be
     assignment = make_assignment(space, choice, META[tied])
     layout, profile = EXPORTS[target]
-    exporter.check_holds(assignment, layout, profile)
-    exporter.LAYOUTS[layout].check(assignment, False)
+    inputs = operands == "separate"
+    exporter.check_holds(assignment, layout, profile, inputs=inputs)
+    try:
+        exporter.LAYOUTS[layout].check(assignment, inputs)
+    except FormatError as error:  # a joint choice has this, too
+        assert fixed and "does not quantize inputs to mxfp6" in str(error)
     exporter._parts(META[tied], assignment, exporter.LAYOUTS[layout])
     holds = TARGETS[exporter.target_key(layout, profile)]
-    assert not obstacles(assignment.formats, holds, SEARCH_TARGETS[target], assignment.unquantized)
+    loader, rest = SEARCH_TARGETS[target], assignment.unquantized
+    assert not obstacles(assignment.formats, holds, loader, rest, assignment.input_formats)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target": "torchao", "inputs": True}, "runs inputs in none beside"),
+        (
+            {"target": "compressed_tensors", "profile": "vllm", "inputs": True},
+            r"profile=vllm, inputs=true: runs inputs in none .* 10 layers ask for others, first "
+            r"model\.layers\.0\.self_attn\.q_proj: weight mxfp4, input mxfp8_e4m3\. Use target=quark",
+        ),
+        ({"target": "llama_cpp"}, "names one format for a layer; 10 have two.*auto_round"),
+        ({"target": "llm_compressor"}, r"q_proj: weight mxfp4, input mxfp8_e4m3.*search\.operands"),
+    ],
+    ids=["torchao", "vllm", "llama.cpp", "llm-compressor"],
+)
+def test_unequal_operands_that_a_target_cannot_hold(options, words, case, tmp_path):
+    model, export = case
+    with pytest.raises(FormatError, match=words):
+        export(unequal(model), **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_six_bit_inputs_beside_another_weight_are_refused_for_compressed_tensors(case):
+    model, export = case
+    assignment = unequal(model, (MXFP4, MXFP6_E2M3))
+    with pytest.raises(FormatError, match=r"inputs in mxfp4, mxfp8_e4m3 alone .* input mxfp6_e2m3"):
+        export(assignment, target="compressed_tensors", inputs=True)
+
+
+def test_files_with_weights_alone_of_unequal_operands_say_so(case):
+    model, export = case
+    with pytest.warns(
+        UserWarning, match=r"inputs=false: 10 layers have an input in another.*4\.\d+"
+    ):
+        done = export(unequal(model))
+    assert "weights alone take 4." in (done.folder / "README.md").read_text()
