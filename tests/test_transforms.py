@@ -393,14 +393,20 @@ def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_is_that_of_the_public_quantizer(make_tiny, dtype, checkpointing):
+@pytest.mark.parametrize("operands", ["joint", "separate"])
+def test_the_gradient_is_that_of_the_public_quantizer(make_tiny, dtype, operands, checkpointing):
     """Through both operands, straight through the rounding; with and without checkpointing."""
     model = make_tiny("llama", dtype=dtype).model
-    config = SearchConfig(transform="learned", gradient_checkpointing=checkpointing, raw_start=1.0)
+    config = SearchConfig(
+        transform="learned", gradient_checkpointing=checkpointing, raw_start=1.0, operands=operands
+    )
     space = search_space(model, config)
     search = DifferentiableSearch(
         model, [TOKENS], space, dmx.Budget(5.0), config, folder=None, fingerprint=""
     )
+    if operands == "separate":
+        with torch.no_grad():
+            search.raw[1::2] = 1.2  # inputs at other offsets than weights
     from dmx.searching.differentiable import _checkpointing
 
     with (
