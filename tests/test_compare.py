@@ -108,6 +108,46 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     assert code and "a polished uniform choice is not uniform" in err
 
 
+def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
+    """Searched, measured again from the files, ablated, and joined with the joint rows."""
+    for operands in ("joint", "separate"):
+        code, _out, err = run(
+            compare, *TINY, "budgets=[5.0]", "searches=[random,differentiable]", "baselines=[]",
+            f"search.operands={operands}", f"run.folder={tmp_path}/runs/{operands}",
+        )  # fmt: skip
+        assert code == 0, err
+    rows = record_of(tmp_path / "runs/separate")["results"]
+    assert [r["label"] for r in rows] == ["random, separate operands", "dmx, separate operands"]
+    assert all((r["choice_per"], r["operands"]) == ("operand", "W+A") for r in rows)
+    assert all(r["element_bits"] <= 5.0 for r in rows)
+    path = tmp_path / "runs/separate" / rows[0]["assignment"]
+    assert Assignment.load(path).unequal
+    code, _out, err = run(
+        evaluate, *TINY[:-2], f"assignments=[{path}]", f"run.folder={tmp_path}/again"
+    )
+    assert code == 0, err
+    (again,) = record_of(tmp_path / "again")["results"]
+    assert {k: again[k] for k in ("nll", "label", "choice_per")} == {
+        k: rows[0][k] for k in ("nll", "label", "choice_per")
+    }
+    code, _out, err = run(
+        compare, *TINY, f"ablate={path}", "search.operands=separate", f"run.folder={tmp_path}/b"
+    )
+    assert code == 0, err
+    written = json.loads((tmp_path / "b" / "ablation.json").read_text())
+    assert len(written) == 2 * len(Assignment.load(path).formats)
+    code, _out, err = run(compare, *TINY, f"ablate={path}", f"run.folder={tmp_path}/c")
+    assert code and "search.operands=joint. Set them as they were" in err
+    code, _out, err = run(compare, f"collect={tmp_path}/runs", f"run.folder={tmp_path}/joined")
+    assert code == 0, err
+    joined = record_of(tmp_path / "joined")["results"]
+    assert [r["choice_per"] for r in joined] == ["unit"] * 2 + ["operand"] * 2
+    assert "<h3>Separate operands</h3>" in (tmp_path / "joined" / "report.html").read_text()
+    bad = ["searches=[weight_mse]", "search.operands=separate"]
+    code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
+    assert code and "search.operands=separate with search.name=weight_mse" in err
+
+
 def test_records_of_different_models_are_not_joined(run, tmp_path):
     for name, model in (("a", "tiny_random"), ("b", "tiny_random")):
         extra = ["model.tiny.seed=7", "model.tiny.hidden_size=96"] if name == "b" else []
@@ -178,4 +218,7 @@ def test_agreement_weighs_layers_by_their_weights():
         "shapes": shapes,
     }
     assert agreement(a, b) == 0.25
+    apart = a | {"input_formats": b["formats"]}
+    assert agreement(a, apart) == agreement(apart, b) == 0.625
+    assert raised_by_projection(apart) == {"q": 0.0, "down": 0.5}
     assert raised_by_projection(a) == {"q": 0.0, "down": 1.0}

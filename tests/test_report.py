@@ -16,8 +16,16 @@ from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
 from dmx.targets import TARGETS, obstacles, split_groups
 from experiments._maps import format_map, locate
+from experiments._plots import pareto
 from experiments._report import unit_format, write_report
-from experiments._results import SIGNIFICANT, difference_to, group_rows, verdicts
+from experiments._results import (
+    SIGNIFICANT,
+    by_operands,
+    difference_to,
+    group_rows,
+    reference_of,
+    verdicts,
+)
 from experiments._tables import difference_text, terminal_table
 
 BLOCKS, STEPS, WINDOWS = 30, 150, 140
@@ -385,6 +393,62 @@ def test_rows_on_other_windows_are_not_subtracted(tmp_path):
     record["results"][-1]["window_nll"].pop()
     difference = difference_to(group_rows(record["results"])[-1], group_rows(record["results"]))
     assert difference.mean is None and difference.reason == "measured on 139 and 140 windows"
+
+
+@pytest.fixture
+def with_separate(tmp_path: Path) -> Path:
+    """A run whose searches are there twice: joint, and a little better with separate operands."""
+    folder = write_run(tmp_path, others=True)
+
+    def change(record):
+        for found in [r for r in record["results"] if r["budget"]]:
+            path = f"apart-{found['assignment']}"
+            body = json.loads((folder / found["assignment"]).read_text())
+            names = iter(["mxfp4", "mxfp8_e4m3"] * len(body["formats"]))
+            body["input_formats"] = {layer: next(names) for layer in body["formats"]}
+            (folder / path).parent.mkdir()
+            (folder / path).write_text(json.dumps(body))
+            nlls = [nll - 0.02 for nll in found["window_nll"]]
+            record["results"].append(found | {
+                "label": f"{found['label']}, separate operands", "choice_per": "operand",
+                "assignment": path, "window_nll": nlls, "nll": float(np.mean(nlls)),
+                "perplexity": math.exp(float(np.mean(nlls))),
+            })  # fmt: skip
+
+    return edited(folder, change)
+
+
+def test_separate_operands_stand_in_a_table_of_their_own_and_compare_among_themselves(
+    with_separate,
+):
+    record = json.loads((with_separate / "record.json").read_text())
+    groups = group_rows(record["results"])
+    joint, separate = by_operands(groups)
+    assert len(separate) == 4 and all(g.search and g.budget for g in separate)
+    for side in (joint, separate):
+        dmx = next(g for g in side if g.search == "differentiable")
+        for name in ("kl", "kl_per_bit", "fisher"):
+            reference = reference_of(dmx, groups, name)
+            assert reference.is_separate == dmx.is_separate and reference in side
+    assert len(verdicts(record["results"])) == 2
+    page = write_report(with_separate).read_text()
+    first, second = page.split("<h3>Separate operands</h3>")
+    results = first[first.index("<h2>Results</h2>") :]
+    assert "separate operands" not in results and "fisher" in results
+    table = second[: second.index("</table>")]
+    assert table.count("<tr") == 1 + 4 and table.count("separate operands") == 4
+    assert table.count('class="best"') == 1 == results.count('class="best"')
+    assert "weighted by multiply-accumulates" in second
+    # Maps of both operands, and who can load: vLLM runs no input beside another weight.
+    assert page.count("<strong>inputs</strong>") == page.count("<strong>weights</strong>") == 4
+    assert "does not run inputs in mxfp4, mxfp8_e4m3 beside weights in another format" in page
+
+
+def test_separate_operands_have_marks_of_their_own(with_separate):
+    groups = group_rows(json.loads((with_separate / "record.json").read_text())["results"])
+    figure = pareto(groups)
+    shown = {c.get_label(): c[0].get_color() for c in figure.axes[0].containers}
+    assert len(shown) == 8 == len(set(shown.values()))
 
 
 def test_terminal_table_shows_the_cells_of_the_report(run_folder):
