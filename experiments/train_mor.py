@@ -9,8 +9,10 @@ seed has its own folder; a run that died goes on from its last checkpoint.
 
 import dataclasses
 import math
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +45,10 @@ class TrainMorRun:
     seeds: list[int]
     """Weights and order of the text."""
     architecture: dict[str, Any] = field(default_factory=dict)
-    """Fields of the model's config to change, for example num_hidden_layers."""
+    """Fields of the model's config to change, for example num_hidden_layers; model_type=qwen3 makes
+    it another model of about these sizes."""
+    save_models: bool = False
+    """Keep each trained model in <recipe>-<seed>/model, as transformers loads it (model.id=...)."""
     run: RunConfig
 
     def __post_init__(self) -> None:
@@ -68,6 +73,7 @@ def _register() -> None:
         "data": {"calibration": _defaults(DataConfig), "evaluation": _defaults(DataConfig)},
         "train": train_defaults,
         "architecture": {},
+        "save_models": False,
         "run": _defaults(RunConfig),
     }
     ConfigStore.instance().store(name="_train_mor", node=node, package="_global_")
@@ -147,6 +153,8 @@ def _trained(
             config.recipes[recipe], folder=folder, seed=seed, accelerator=accelerator,
             on_step=advance,
         )  # fmt: skip
+    if config.save_models and accelerator.is_main_process:
+        _save_model(model, loaded, folder / "model")
     row: dict[str, Any] = {
         "label": recipe, "seed": seed, "folder": folder.name, "search": None, "assignment": None,
         "operands": None, "budget": None, "parameters": sum(p.numel() for p in model.parameters()),
@@ -176,6 +184,17 @@ def _trained(
         "operands_mor": statistics["operands"],
         "products_mor": statistics["products"],
     }
+
+
+def _save_model(model: Any, loaded: LoadedModel, folder: Path) -> None:
+    """Weights, config and tokenizer; the folder appears when it is whole."""
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    # State dicts of MorLinear and nn.Linear are alike, so the layers can stay what they are.
+    model.save_pretrained(part)
+    loaded.tokenizer.save_pretrained(part)
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
 
 
 if __name__ == "__main__":

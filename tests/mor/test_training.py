@@ -183,6 +183,15 @@ def test_fresh_weights_follow_the_seed_and_the_architecture(tiny_random):
     assert len(fresh_weights(tiny_random.model, 1, num_hidden_layers=1).model.layers) == 1
     with pytest.raises(MorError, match=r"architecture\.n_layer is no field"):
         fresh_weights(tiny_random.model, 1, n_layer=1)
+    other = fresh_weights(tiny_random.model, 1, model_type="qwen3", head_dim=8)
+    ours, theirs = other.config, tiny_random.model.config
+    assert type(other).__name__ == "Qwen3ForCausalLM" and ours.head_dim == 8
+    assert (ours.hidden_size, ours.vocab_size) == (theirs.hidden_size, theirs.vocab_size)
+    assert len(other.model.layers) == theirs.num_hidden_layers
+    with pytest.raises(MorError, match=r"architecture\.model_type='gpt9' is not known"):
+        fresh_weights(tiny_random.model, 1, model_type="gpt9")
+    with pytest.raises(MorError, match=r"architecture\.n_layer is no field of Qwen3Config"):
+        fresh_weights(tiny_random.model, 1, model_type="qwen3", n_layer=1)
 
 
 @pytest.mark.parametrize(
