@@ -22,7 +22,7 @@ from dmx.assignment import Assignment, make_assignment
 from dmx.budget import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, ModelError, RunError
-from dmx.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, SCALE_RULES, get_family
+from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
 from dmx.layers import quantized_layers
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
@@ -327,6 +327,28 @@ def test_layers_of_one_input_and_several_formats_share_its_hessian(tiny_random):
     finally:
         rounding.inverse_factor = real
     assert len(seen) == 4 * len(model.model.layers)  # q/k/v, o, gate/up, down
+
+
+def test_layers_of_one_input_in_several_formats_have_hessians_of_their_own(tiny_random):
+    """Weights are rounded against the inputs that they will meet."""
+    model = tiny_random.model
+    space = build_space(
+        model, get_family("mxfp6_mxfp4").formats, units="layer", operands="separate"
+    )
+    only_q_high = [int(u.name.endswith("q_proj:input")) for u in space.units]
+    assignment = make_assignment(space, only_q_high, model)
+    seen = []
+    real = rounding.inverse_factor
+    try:
+        rounding.inverse_factor = lambda h, d: seen.append(h.clone()) or real(h, d)
+        rounded = gptq(model, assignment, BATCHES)
+    finally:
+        rounding.inverse_factor = real
+    assert len(seen) == 5 * len(model.model.layers)  # q, k/v, o, gate/up, down
+    assert not torch.equal(seen[0], seen[1]) and rounded.input_formats == assignment.input_formats
+    dmx.apply(model, rounded)
+    q = model.model.layers[0].self_attn.q_proj
+    assert (q.weight_quantizer.block_format, q.input_quantizer.block_format) == (MXFP4, MXFP6_E2M3)
 
 
 def test_the_head_is_rounded_after_all_blocks_and_leaves_its_embedding(make_tiny):
