@@ -231,11 +231,12 @@ class SearchConfig:
                 f.name for f in self.format_family.formats if f.name not in target.input_formats
             ]
             if alone:
+                family = "a search.family of those formats, " if target.input_formats else ""
                 raise FormatError(
                     f"search.operands=separate: {target.name} of search.target={self.target} cannot run "
                     f"inputs in {', '.join(alone)} beside weights in another format. It can: "
-                    f"{', '.join(sorted(target.input_formats)) or 'none'}. Use search.operands=joint, a "
-                    "family of those formats, or search.target=any."
+                    f"{', '.join(sorted(target.input_formats)) or 'none'}. Use "
+                    f"search.operands=joint, {family}or search.target=any."
                 )
         for pattern, name in self.fixed.items():
             fixed = get_block_format(name, setting=f"search.fixed[{pattern!r}]")

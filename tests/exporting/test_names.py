@@ -9,7 +9,7 @@ from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import read_assignment
 from dmx.exporting.recipes import RECIPES
 from dmx.formats import MX_FORMATS, MXFP8_E5M2
-from tests.exporting.conftest import HELD, VLLM, mixed
+from tests.exporting.conftest import HELD, VLLM, mixed, unequal
 
 L0 = "model.layers.0"
 
@@ -138,6 +138,12 @@ def test_auto_round_and_modelopt_recipes_name_all_five(tiny_random, tmp_path):
         element = assignment.block_format(layer).element
         bits = [element.exponent_bits, element.mantissa_bits]
         assert config[f"{layer}.weight_quantizer"]["num_bits"] == bits, name
+    apart, layer = unequal(model), "model.layers.0.self_attn.q_proj"  # MXFP4 by MXFP8
+    config = json.loads(recipe(model, apart, tmp_path / "n", "modelopt"))["quant_cfg"]
+    kinds = [config[f"{layer}.{operand}_quantizer"]["num_bits"] for operand in ("weight", "input")]
+    assert kinds == [[2, 1], [4, 3]]
+    body = json.loads(recipe(model, apart, tmp_path / "auto_round_apart", "auto_round"))
+    assert (body[layer]["bits"], body[layer]["act_bits"]) == (4, 8)
 
 
 def test_llm_compressor_recipe_is_yaml_of_its_groups(tiny_random, tmp_path):
