@@ -6,7 +6,8 @@ block_three_way   as two-way, but instead of BF16 take E5M2 if amax / smallest n
                   of the block is at most 57344 / 2**-14, E5M2's normal range
 
 The whole operand is the group of the GAM scale. An operand, or block, with any NaN or Inf goes to
-BF16. A block without non-zero values is E4M3. Nothing here waits for the device.
+BF16. A block without non-zero values is E4M3. Nothing here waits for the device. On a GPU the block
+policies are the kernels of `mor.kernels.triton_blocks`; what stands here is their reference.
 
 Source: MoR, arXiv 2512.22804. Errors are accumulated in float64.
 """
@@ -18,7 +19,15 @@ from torch import Tensor
 
 from mor._base import E5M2, check_input
 from mor.config import BF16_INDEX, ELEMENTS, FORMATS, Metric, MorConfig
-from mor.partition import WITHIN_BLOCK, from_blocks, parse_partition, spread, to_blocks, to_matrix
+from mor.partition import (
+    WITHIN_BLOCK,
+    BlockShape,
+    from_blocks,
+    parse_partition,
+    spread,
+    to_blocks,
+    to_matrix,
+)
 from mor.scaling import amax_to_gam_scale, block_amax, gam_fake_quant
 
 E4M3_INDEX, E5M2_INDEX = FORMATS.index("e4m3"), FORMATS.index("e5m2")
@@ -148,6 +157,30 @@ def _quantize_tensor(x: Tensor, config: MorConfig, frozen: Tensor | None) -> Mor
 
 def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> MorTensor:
     shape = parse_partition(config.partition)
+    if x.is_cuda and x.numel():
+        from mor.kernels import triton_blocks
+
+        matrix = to_matrix(x)
+        size = shape.of(matrix)
+        if triton_blocks.fits(*size):
+            if frozen is not None:
+                grid = (-(-n // along) for n, along in zip(matrix.shape, size, strict=True))
+                _check_frozen(frozen, torch.Size(grid))
+            found = triton_blocks.quantize_blocks(
+                matrix, *size, e5m2_range=E5M2_RANGE,
+                three_way=config.policy == "block_three_way", frozen=frozen,
+            )  # fmt: skip
+            errors = [mean_relative_error(sums, found.counts) for sums in found.sums]
+            return MorTensor(
+                found.values.reshape(x.shape), found.decision, errors[0].float(),
+                torch.stack(errors),
+            )  # fmt: skip
+    return _reference_blocks(x, shape, config, frozen)
+
+
+def _reference_blocks(
+    x: Tensor, shape: BlockShape, config: MorConfig, frozen: Tensor | None
+) -> MorTensor:
     blocks = to_blocks(to_matrix(x).float(), shape)
     amax = block_amax(blocks)
     values_e4m3, values_e5m2 = (

@@ -6,6 +6,7 @@ two readings. Decisions that the host knows anyway are counted there, the others
 counting never waits for the device: `MorLogger` reads all layers of many steps in one copy.
 """
 
+import functools
 import itertools
 import json
 import weakref
@@ -150,20 +151,22 @@ def _tally(x: Tensor, result: MorTensor, is_measured: bool) -> tuple[Tensor, Ten
         return fields, one_hot[BF16_INDEX].double(), 1
     blocks = one_hot.double().sum((0, 1))
     fields[_BLOCKS] = blocks
-    fields[_ELEMENTS] = (one_hot * _block_sizes(x, decision)[..., None]).sum((0, 1))
+    sizes = _block_sizes(x.shape, decision.shape, x.device)
+    fields[_ELEMENTS] = (one_hot * sizes[..., None]).sum((0, 1))
     # A tensor of mixed blocks belongs to the most conservative of its formats.
     if decision.numel():
         fields[_TENSORS] = (torch.arange(len(FORMATS), device=x.device) == decision.amax()).double()
     return fields, blocks[BF16_INDEX], decision.numel()
 
 
-def _block_sizes(x: Tensor, decision: Tensor) -> Tensor:
+@functools.lru_cache(maxsize=256)
+def _block_sizes(shape: torch.Size, grid: torch.Size, device: torch.device) -> Tensor:
     """Elements of each block, (grid) float64; those at the edges may be short."""
 
     def along(axis: int) -> Tensor:
-        length, blocks = x.shape[axis], decision.shape[axis]
+        length, blocks = shape[axis], grid[axis]
         size = -(-length // blocks)
-        starts = torch.arange(blocks, device=x.device) * size
+        starts = torch.arange(blocks, device=device) * size
         return (length - starts).clamp(max=size, min=0).double()
 
     return along(0)[:, None] * along(1)[None, :]

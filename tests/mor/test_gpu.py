@@ -79,6 +79,30 @@ def test_what_is_not_finite_is_noticed(special):
         assert casts[0].plain.inverse.isnan().all() and casts[1].plain.inverse.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ("normal", "zeros", "outlier", "subnormal", "wide", "nan"))
+@pytest.mark.parametrize("partition", ("128x128", "1x128", "33x70", "row"))
+def test_block_policies_equal_the_reference_bit_for_bit(partition, kind, dtype):
+    x = hard((300, 520), kind, dtype)
+    if kind == "nan":
+        x[5, 7], x[200, 300] = float("nan"), float("inf")
+    blocks = torch.exp(3 * torch.randn(10, 13, generator=torch.Generator().manual_seed(2)))
+    x = (x.float() * blocks.repeat_interleave(30, 0).repeat_interleave(40, 1)).to(dtype)
+    for y in (x, x.t()):
+        for policy in ("block_two_way", "block_three_way"):
+            config = MorConfig(policy, partition)
+            expected = mor.quantize(y, config)
+            on_gpu = x.cuda() if y is x else x.cuda().t()
+            for frozen in (None, expected.decision):
+                of = None if frozen is None else frozen.cuda()
+                found = mor.quantize(on_gpu, config, frozen=of)
+                assert torch.equal(found.decision.cpu(), expected.decision)
+                torch.testing.assert_close(
+                    found.values.cpu(), expected.values, rtol=0, atol=0, equal_nan=True
+                )
+                torch.testing.assert_close(found.errors.cpu(), expected.errors, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("case", cases("mor_tensor", "mor"), ids=lambda c: c["case"])
 def test_decisions_on_the_gpu_equal_golden(case):
     if case["part"] != "tensor":
