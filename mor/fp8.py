@@ -102,7 +102,7 @@ def scales_of(largest: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 def cast(
     tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool = True,
-    turned: bool = False, metric: Metric | None = None,
+    turned: bool = False, metric: Metric | None = None, landing: Tensor | None = None,
 ) -> tuple[list[Cast], Tensor | None]:  # fmt: skip
     """FP8 codes of matrices, of their transposes or of both (16-bit ones in one read), and the
     errors of the casts.
@@ -111,6 +111,8 @@ def cast(
         tensors: one or two (R, C) matrices, fp32, bf16 or fp16.
         largest: (n, P), `amax` of these tensors.
         metric: None = errors are not measured.
+        landing: (n,) float64 pinned memory of the host that the GPU writes relative errors to;
+            they are there once the stream has come so far.
 
     Returns:
         One `Cast` for each, and the errors as (n,) float64: inf of what is not finite.
@@ -119,8 +121,9 @@ def cast(
         from mor.kernels import triton_fp8
 
         codes, turned_codes, inverses, errors = triton_fp8.cast(
-            tensors, largest, format, plain=plain, turned=turned, measured=metric is not None
-        )
+            tensors, largest, format, plain=plain, turned=turned, measured=metric is not None,
+            landing=landing,
+        )  # fmt: skip
         return [
             Cast(
                 Fp8(codes[i], inverse, largest, i, format) if plain else None,

@@ -133,33 +133,60 @@ class _Trials:
     device."""
 
     def __init__(
-        self, operands: list[Tensor], config: MorConfig, held: list[str | None], *,
+        self, operands: list[Tensor], state: LayerState, held: list[str | None], *,
         turned: bool = False,
     ) -> None:  # fmt: skip
         """held: the decisions to keep; None decides anew. turned: casts of the transposes, too."""
+        config = state.config
         self.operands, self.config, self.held = operands, config, held
         self.largest = fp8.amax(*operands)
         self.casts: list[dict[str, fp8.Cast]] = [{} for _ in operands]
-        self.errors: list[Tensor] = []
-        """By format, (n,) float64."""
+        self.errors: Tensor | None = None
+        """(n_formats * n,) float64, on the device, or on the host once `arrival` is over."""
+        self.arrival: torch.cuda.Event | None = None
         if None in held:
-            for name in config.fp8_formats:
-                self._cast(name, range(len(operands)), turned, config.metric)
+            n, names = len(operands), config.fp8_formats
+            memory: list[Tensor | None] = [None] * len(names)
+            if operands[0].is_cuda and config.metric == "relative_error" and names:
+                # One layer's passes wait for their errors before the next begins: it is free.
+                self.errors, self.arrival = state.landing(n * len(names))
+                memory = [self.errors] if len(names) == 1 else [*self.errors.split(n)]
+            errors = [
+                self._cast(name, range(n), turned, config.metric, room)
+                for name, room in zip(names, memory, strict=True)
+            ]
+            if self.arrival is not None:
+                self.arrival.record()
+            elif errors:
+                self.errors = torch.cat(errors)
         else:
             for name in sorted({name for name in held if name and name != "bf16"}):
                 which = [i for i, own in enumerate(held) if own == name]
-                self._cast(name, which, turned, None)
+                self._cast(name, which, turned, None, None)
 
-    def _cast(self, format: str, which: Sequence[int], turned: bool, metric: Metric | None) -> None:
+    def _cast(
+        self, format: str, which: Sequence[int], turned: bool, metric: Metric | None,
+        landing: Tensor | None,
+    ) -> Any:  # fmt: skip
         largest = self.largest
         if len(which) < len(self.operands):
             largest = largest[which[0] : which[0] + 1]
         operands = [self.operands[i] for i in which]
-        casts, errors = fp8.cast(operands, largest, format, turned=turned, metric=metric)
+        casts, errors = fp8.cast(
+            operands, largest, format, turned=turned, metric=metric, landing=landing
+        )
         for i, cast in zip(which, casts, strict=True):
             self.casts[i][format] = cast
-        if errors is not None:
-            self.errors.append(errors)
+        return errors
+
+    def wait(self) -> list[float]:
+        """The errors, on the host; the pass's one wait. None are measured: no wait, no errors."""
+        if self.errors is None:
+            return []
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        found: list[float] = self.errors.tolist()
+        return found
 
     def decide(self, errors: list[float]) -> tuple[list[str], list[float | None]]:
         """Of each operand the first format whose error is below its threshold, and the error of the
@@ -176,33 +203,6 @@ class _Trials:
             )
             formats.append(next(passing, "bf16"))
         return formats, list(errors[:n])
-
-
-class _Fetch:
-    """Errors of trials on their way to the host; `wait` is the pass's one wait."""
-
-    def __init__(self, errors: list[Tensor], state: LayerState) -> None:
-        self.values: Tensor | None = None
-        self.event: torch.cuda.Event | None = None
-        if not errors:
-            return
-        packed = torch.cat(errors) if len(errors) > 1 else errors[0]
-        if packed.is_cuda:
-            # One layer's passes wait for their errors before the next begins: the memory is free.
-            pinned, self.event = state.landing(len(packed))
-            self.values = pinned
-            pinned.copy_(packed, non_blocking=True)
-            self.event.record()
-        else:
-            self.values = packed
-
-    def wait(self) -> list[float]:
-        if self.values is None:
-            return []
-        if self.event is not None:
-            self.event.synchronize()
-        found: list[float] = self.values.tolist()
-        return found
 
 
 class _Operand:
@@ -260,8 +260,7 @@ def _tensor_forward(
 ) -> tuple[Tensor, Tensor, list[str]]:
     config, names = state.config, ("input", "weight")
     held = [None if deciding else state.formats.get(name) for name in names]
-    trials = _Trials([x, weight], config, held)
-    fetch = _Fetch(trials.errors, state)
+    trials = _Trials([x, weight], state, held)
 
     def product(formats: list[str]) -> tuple[Tensor, str]:
         a, b = (
@@ -274,7 +273,7 @@ def _tensor_forward(
 
     likely = [held[i] or state.formats.get(name, config.formats[0]) for i, name in enumerate(names)]
     out, execution = product(likely)
-    formats, errors = trials.decide(fetch.wait())
+    formats, errors = trials.decide(trials.wait())
     if formats != likely:
         out, execution = product(formats)
     if counting:
@@ -303,8 +302,7 @@ def _tensor_backward(
     config, counting = state.config, bool(meta[_COUNTING])
     input_format, weight_format = FORMATS[meta[_INPUT]], FORMATS[meta[_WEIGHT]]
     held = None if meta[_DECIDING] else state.formats.get("grad_output")
-    trials = _Trials([grad], config, [held], turned=need_input and need_weight)
-    fetch = _Fetch(trials.errors, state)
+    trials = _Trials([grad], state, [held], turned=need_input and need_weight)
     likely = held or state.formats.get("grad_output", config.formats[0])
     turned: list[fp8.Cast | None] = [None, None]
     both_needed = need_input and need_weight and likely != "bf16"
@@ -331,7 +329,7 @@ def _tensor_backward(
     # One of the two runs while the errors travel.
     first = grad_input if need_input else grad_weight
     result = first(likely)
-    (format,), (error,) = trials.decide(fetch.wait())
+    (format,), (error,) = trials.decide(trials.wait())
     if format != likely:
         result = first(format)
     by_input = result if need_input else None

@@ -187,7 +187,7 @@ def amax(tensors: Sequence[Tensor]) -> Tensor:
 
 def cast(
     tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool, turned: bool,
-    measured: bool,
+    measured: bool, landing: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor], Tensor | None]:  # fmt: skip
     """Codes of the matrices, codes of their transposes (empty lists where not asked for), inverse
     scales, and the errors ((n,) float64); see `mor.fp8.cast`."""
@@ -196,9 +196,11 @@ def cast(
         # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
         # test on a GPU (Triton 3.6), which 16-bit inputs pass.
         codes, _, inverses, errors = cast(
-            tensors, largest, format, plain=True, turned=False, measured=measured
+            tensors, largest, format, plain=True, turned=False, measured=measured, landing=landing
         )
-        other = cast(tensors, largest, format, plain=False, turned=True, measured=False)[1]
+        other = cast(
+            tensors, largest, format, plain=False, turned=True, measured=False, landing=None
+        )[1]
         return codes, other, inverses, errors
     n, device, dtype = len(tensors), a.device, FLOAT8[format]
     codes = [torch.empty(x.shape, dtype=dtype, device=device) for x in tensors if plain]
@@ -221,7 +223,9 @@ def cast(
         )  # fmt: skip
     errors = None
     if measured:
-        errors = torch.empty(n, dtype=torch.float64, device=device)
+        errors = landing
+        if errors is None:
+            errors = torch.empty(n, dtype=torch.float64, device=device)
         _mean_kernel.launch(
             n, largest, sums, (errors,), (a_tiles, b_tiles), (largest.shape[1], _REDUCE_BLOCK)
         )

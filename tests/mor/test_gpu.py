@@ -111,8 +111,8 @@ def test_decisions_on_the_gpu_equal_golden(case):
     x = floats("morin", source["case"], "x", source["dtype"], "mor").reshape(source["shape"]).cuda()
     for run in case["runs"]:
         config = MorConfig(formats=run["ladder"], threshold=run["threshold"])
-        trials = linear._Trials([x], config, [None])
-        assert trials.decide(torch.cat(trials.errors).tolist())[0] == [run["choice"]]
+        trials = linear._Trials([x], mor.statistics.LayerState(config), [None])
+        assert trials.decide(trials.wait())[0] == [run["choice"]]
         assert mor.FORMATS[int(mor.quantize(x, config).decision)] == run["choice"]
 
 
