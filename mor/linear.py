@@ -158,7 +158,7 @@ class _Trials:
             if self.arrival is not None:
                 self.arrival.record()
             elif errors:
-                self.errors = torch.cat(errors)
+                self.errors = torch.cat([e for e in errors if e is not None])
         else:
             for name in sorted({name for name in held if name and name != "bf16"}):
                 which = [i for i, own in enumerate(held) if own == name]
@@ -167,7 +167,7 @@ class _Trials:
     def _cast(
         self, format: str, which: Sequence[int], turned: bool, metric: Metric | None,
         landing: Tensor | None,
-    ) -> Any:  # fmt: skip
+    ) -> Tensor | None:  # fmt: skip
         largest = self.largest
         if len(which) < len(self.operands):
             largest = largest[which[0] : which[0] + 1]
