@@ -42,6 +42,19 @@ def operand_formats(assignment: Mapping[str, Any]) -> dict[str, Mapping[str, str
     return {"weight": formats, "input": assignment.get("input_formats") or formats}
 
 
+def format_counts(
+    formats: Mapping[str, str], input_formats: Mapping[str, str] | None = None
+) -> dict[str, dict[str, dict[str, int]]]:
+    """weight (and input, where it has formats of its own) -> projection -> format -> layers."""
+    sides = {"weight": formats} | ({"input": input_formats} if input_formats else {})
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    for side, of in sides.items():
+        for layer, name in of.items():
+            found = counts.setdefault(side, {}).setdefault(locate(layer)[2], {})
+            found[name] = found.get(name, 0) + 1
+    return counts
+
+
 def format_map(formats: Mapping[str, str]) -> Html:
     """Blocks x projections; a cell with several layers of different formats is striped and tells
     the counts.

@@ -108,15 +108,18 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         if group.label == "bf16":
             ceiling = y.mean
         elif x.mean is not None:
-            key = "uniform" if group.search == "uniform" else group.name
+            key = group.name
+            if group.search == "uniform":
+                key = f"uniform, {group.transform}" if group.transform else "uniform"
             row = (group, x.mean, y.mean, x.spread or 0.0, y.spread or 0.0)
             points.setdefault(key, []).append(row)
-    if not points or (zoom and set(points) == {"uniform"}):
+    lines = [key for key, rows in points.items() if rows[0][0].search == "uniform"]
+    if not points or (zoom and len(lines) == len(points)):
         return None
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new(_WIDTH, 3.9)
         marks = [
-            row for key, rows in points.items() if key != "uniform" or not zoom for row in rows
+            row for key, rows in points.items() if key not in lines or not zoom for row in rows
         ]
         values = [row[2] for row in marks] + ([ceiling] if ceiling and not zoom else [])
         if max(values) / min(values) > 3:
@@ -138,10 +141,16 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         for key, rows in points.items():
             rows.sort(key=lambda row: row[1])
             _, xs, ys, dx, dy = zip(*rows, strict=True)
-            if key == "uniform":
-                axes.plot(xs, ys, color=_QUIET, linewidth=1.2, marker="o", markersize=4, zorder=2)
-                for group, px, py, *_ in () if zoom else rows:  # names would fall outside
-                    name = group.label.removeprefix("uniform ")
+            if key in lines:
+                index = lines.index(key)
+                line = axes.plot(
+                    xs, ys, color=_QUIET, linewidth=1.2, marker="osD^"[index % 4], markersize=4,
+                    linestyle=("-", "--", "-.", ":")[index % 4], zorder=2, label=key,
+                )  # fmt: skip
+                if len(lines) > 1:
+                    handles += line
+                for group, px, py, *_ in () if zoom or index else rows:  # names would fall outside
+                    name = group.label.removeprefix("uniform ").partition(" + ")[0]
                     last = len(rows) > 1 and px == xs[-1]
                     axes.annotate(
                         name,

@@ -23,6 +23,7 @@ from dmx.progress import Stopwatch
 from dmx.rounding import GptqConfig, gptq
 from dmx.searching import SearchConfig, search, uniform_assignment
 from experiments._config import POLISH, CalibrationConfig, EvalConfig, EvaluationConfig
+from experiments._maps import format_counts
 from experiments._run import Run, tokens_sha256
 from experiments._zero_shot import measure_zero_shot
 
@@ -241,6 +242,10 @@ class Bench:
         row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
         row["safety"] = None if net is None else net.report()
         row["choice_per"] = per
+        row["format_counts"] = (
+            None if assignment is None
+            else format_counts(assignment.formats, assignment.input_formats)
+        )  # fmt: skip
         row["transform"] = None if transform is None else dict(transform)
         row["rounding"] = None if rounding is None else dict(rounding)
         return row | measure_zero_shot(

@@ -27,9 +27,16 @@ from dmx.formats import check_choice
 from dmx.models import LoadedModel, ModelConfig, load_model
 from dmx.progress import progress
 from experiments._config import ConfigError, RunConfig, _defaults, build_root
-from experiments._report_training import comparison, comparison_text, write_training_report
+from experiments._report_training import (
+    comparison,
+    comparison_text,
+    fallback_digits,
+    loss_curve,
+    write_training_report,
+)
 from experiments._results import group_rows
 from experiments._run import Run, console, entry_point, tokens_sha256
+from mor.statistics import read_log
 from mor.training import TrainConfig, fresh_weights, train
 
 
@@ -155,6 +162,7 @@ def _trained(
         )  # fmt: skip
     if config.save_models and accelerator.is_main_process:
         _save_model(model, loaded, folder / "model")
+    accelerator.wait_for_everyone()  # the main process wrote the logs that the row is read from
     row: dict[str, Any] = {
         "label": recipe, "seed": seed, "folder": folder.name, "search": None, "assignment": None,
         "operands": None, "budget": None, "parameters": sum(p.numel() for p in model.parameters()),
@@ -162,6 +170,7 @@ def _trained(
         "tokens_per_second": result.tokens / result.seconds if result.seconds else None,
         "windows": len(result.window_nll),
         "tokens": len(result.window_nll) * (config.train.window - 1),
+        "loss_curve": loss_curve(folder),
     }  # fmt: skip
     nll = float(result.window_nll.mean())
     if math.isfinite(nll):
@@ -179,6 +188,9 @@ def _trained(
         return row | {"fp8_tensor_share": None, "fp8_tensor_share_reason": "no MoR in this recipe"}
     statistics = mor.stats(model)
     write_json(folder / "stats.json", statistics)
+    if config.train.outlier.step >= 0:
+        header, log = read_log(folder / "mor.jsonl")
+        row["fallback_digits"] = fallback_digits(header["layers"], log)
     return row | {
         "fp8_tensor_share": statistics["fp8_tensor_share"],
         "operands_mor": statistics["operands"],
