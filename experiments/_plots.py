@@ -37,7 +37,11 @@ _METHODS = {
     "weight_mse": ("#b08900", "v"),
     "random": ("#5b6068", "X"),
 }
-_SPARE = [("#56b4e9", "P"), ("#000000", "*"), ("#8c510a", "<"), ("#7b3294", ">")]
+_SPARE = [
+    ("#56b4e9", "P"), ("#000000", "*"), ("#8c510a", "<"), ("#7b3294", ">"), ("#e7298a", "d"),
+    ("#1b7837", "h"), ("#b2182b", "p"), ("#4d4d9f", "H"), ("#999900", "8"), ("#00868b", "v"),
+    ("#ff8c69", "^"),
+]  # fmt: skip
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
@@ -166,7 +170,7 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
             search = rows[0][0].search
             known = rows[0][0].label in ("dmx", search)
             colour, marker = _METHODS[search] if known and search in _METHODS else next(spare)
-            name = "dMX" if key == "dmx" else key
+            name = key.replace("dmx", "dMX", 1) if key.split(" ")[0] == "dmx" else key
             container = axes.errorbar(
                 xs, ys, xerr=dx if any(dx) else None, yerr=dy if any(dy) else None, color=colour,
                 marker=marker, markersize=7, markeredgecolor="white", linewidth=1.4, capsize=2.5,
@@ -180,7 +184,8 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
             _frame(axes, [row[1] for row in marks], values)
         else:
             axes.margins(x=0.06, y=0.14)
-            _legend(axes, handles)
+            widest = max((len(str(h.get_label())) for h in handles), default=0)
+            _legend(axes, handles, columns=4 if widest < 20 else 2)
         axes.set_xlabel(f"{unit} (dashed: budget)")
         axes.set_ylabel("perplexity")
         if zoom:

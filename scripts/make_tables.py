@@ -1,20 +1,25 @@
 """Result tables and pictures in docs/results and README.md, made from records alone.
 
 python scripts/make_tables.py            write them
-python scripts/make_tables.py --check    exit 1 if a file differs from what the records give
+python scripts/make_tables.py --check    exit 1 if a page differs from what the records give, or a
+                                         picture is missing (its bytes depend on library versions)
 """
 
 import argparse
+import io
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from experiments._page_mor import mor_page  # noqa: E402
+from experiments._page_quality import quality_page  # noqa: E402
 from experiments._plots import pareto  # noqa: E402
 from experiments._results import (  # noqa: E402
     SEPARATE_NOTE,
@@ -207,14 +212,27 @@ def export_page(records: list[dict[str, Any]]) -> str:
     ]) + "\n"  # fmt: skip
 
 
+def png(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
+    return buffer.getvalue()
+
+
 def outputs() -> dict[Path, str | bytes]:
     """Path -> content of everything that the records give."""
     made: dict[Path, str | bytes] = {}
-    exports = []
+    exports, quality, trainings, nets = [], [], [], []
     for path in sorted(RECORDS.glob("*.json")):
         record = json.loads(path.read_text())
         if record.get("command") == "export":
             exports.append(record)
+        if record.get("command") == "train_mor":
+            trainings.append(record)
+        if "clean" in record:
+            nets.append(record)
+        if path.stem.startswith("quality_"):
+            quality.append(record)
+            continue
         if "parts_us" in record:
             title = path.stem.replace("_", " ")
             made[RESULTS / f"{path.stem}.md"] = f"# {title}\n\n{linear_page(record)}\n"
@@ -232,7 +250,7 @@ def outputs() -> dict[Path, str | bytes]:
         text = f"# {name.replace('_', ' ')}\n\n{conditions(record)}\n\n{table(record)}\n"
         figure = pareto(group_rows(record["results"]), zoom=record["command"] == "compare")
         if figure is not None:
-            figure.savefig(RESULTS / f"{name}.png", dpi=110, bbox_inches="tight")
+            made[RESULTS / f"{name}.png"] = png(figure)
             text += f"\n![perplexity over bits]({name}.png)\n"
         made[RESULTS / f"{name}.md"] = text
         if name == README_RECORD:
@@ -244,6 +262,15 @@ def outputs() -> dict[Path, str | bytes]:
             )
     if exports:
         made[RESULTS / "export.md"] = export_page(exports)
+    if quality:
+        text, figure = quality_page(quality)
+        made[RESULTS / "quality.md"] = text
+        if figure is not None:
+            made[RESULTS / "quality.png"] = png(figure)
+    if trainings or nets:
+        text, figures = mor_page(trainings, nets)
+        made[RESULTS / "mor.md"] = text
+        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
     return made
 
 
@@ -255,12 +282,15 @@ def main() -> int:
     check = parser.parse_args().check
     wrong = []
     for path, content in outputs().items():
-        current = path.read_text() if path.exists() else None
-        if current == content:
+        if isinstance(content, bytes):
+            same = path.exists() and (check or path.read_bytes() == content)
+        else:
+            same = path.exists() and path.read_text() == content
+        if same:
             continue
         wrong.append(path.relative_to(ROOT))
         if not check:
-            path.write_text(str(content))
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
     for path in wrong:
         print(f"{'differs from the records' if check else 'written'}: {path}")
     return 1 if check and wrong else 0

@@ -1,0 +1,445 @@
+"""docs/results/quality.md: all `quality_*` records of experiments.compare in one page.
+
+Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
+record differs from configs/search/exact.yaml; rows that differ in seed alone are one group. "Best
+heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
+rounding and budget.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from omegaconf import OmegaConf
+
+from experiments._plots import pareto
+from experiments._results import Group, group_rows, number_text, paired_difference, spread_text
+
+Record = Mapping[str, Any]
+
+EXACT = Path(__file__).resolve().parent.parent / "configs" / "search" / "exact.yaml"
+HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+_SHARED = (
+    "family", "units", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
+    "score_batches", "polish_rounds", "polish_batches",
+)  # fmt: skip
+"""Settings that heuristics have too; the others belong to dMX alone."""
+_NEVER = (
+    "name", "seed", "operands", "transform", "transform_file", "allow_unsearched", "cuda_graph",
+    "gradient_checkpointing", "evaluate_every", "checkpoint_every",
+)  # fmt: skip
+"""Settings that stand in the table's title, or change no result."""
+_STATED = (
+    "family", "units", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
+    "lr_schedule", "momentum", "start",
+)  # fmt: skip
+"""Named once on the page; heuristics have the first three."""
+
+BAR_MODEL, BAR_TEXT = "SmolLM2-135M", "wikitext2/test"
+"""What the bars below are for; weights and inputs, a choice for both."""
+PLAIN_MARGINS = {4.5: 3.0, 5.0: 3.0, 5.5: 2.0}
+"""Budget, element_bits -> % below the best heuristic, without a transform."""
+ROTATED_PERPLEXITY = {4.5: 28.6, 5.0: 25.9, 5.5: 24.0}
+"""Budget -> perplexity with a transform, rounded to nearest; and `ROTATED_MARGIN` besides."""
+ROTATED_MARGIN = 2.0
+REACH = {4.5: 27.5, 5.0: 25.0, 5.5: 23.3}
+"""Budget -> perplexity to reach with a transform, by any rounding."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What must be alike for rows to stand in one table."""
+
+    model: str
+    text: str
+    operands: str
+    is_separate: bool
+    transform: str
+    rounding: str
+
+    @property
+    def title(self) -> str:
+        separate = ", separate operands" if self.is_separate else ""
+        return (
+            f"{self.model}, {self.text}, {self.operands}{separate}: transform {self.transform}, "
+            f"rounding {self.rounding}"
+        )
+
+    @property
+    def has_bars(self) -> bool:
+        return (
+            self.model.startswith(BAR_MODEL) and self.text == BAR_TEXT
+            and self.operands == "W+A" and not self.is_separate
+        )  # fmt: skip
+
+
+def met(reached: bool) -> str:
+    return "met" if reached else "missed"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Lines of a table."""
+    return [
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+
+
+def model_name(record: Record) -> str:
+    """A local folder by its last two parts."""
+    name = str(record["model"]["id"])
+    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
+
+
+def text_name(record: Record) -> str:
+    found = record["data"]["evaluation"]
+    return str(found["source"] if found["name"] == "files" else found["name"])
+
+
+def base_settings(records: Iterable[Record]) -> dict[str, Any]:
+    """What methods are named against: exact.yaml, and what most records have where it is silent."""
+    found: dict[str, Counter[str]] = {}
+    for record in records:
+        for key, value in record["requested"]["search"].items():
+            found.setdefault(key, Counter())[json.dumps(value)] += 1
+    common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
+    exact: Any = OmegaConf.to_container(OmegaConf.load(EXACT))
+    return common | exact
+
+
+def variant(settings: Mapping[str, Any], base: Mapping[str, Any], kind: str) -> str:
+    """What differs from the base, among the settings that a search of this kind reads."""
+    rotation = settings.get("transform") == "learned"
+    named = []
+    for key, value in settings.items():
+        known = key in _SHARED or kind.startswith("differentiable")
+        idle = key.startswith("rotation") and not rotation
+        if key == "residual_block" and settings.get("transform") != "hadamard_full":
+            idle = True
+        if known and not idle and key not in _NEVER and value != base.get(key):
+            named.append(f"{key}={value:g}" if type(value) is float else f"{key}={value}")
+    return " ".join(named)
+
+
+def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
+    """Groups of all records by table; `label` is the method, `Group.operands` is left out."""
+    base = base_settings(records)
+    rows: dict[Table, list[dict[str, Any]]] = {}
+    for record in records:
+        for row in record["results"]:
+            if row.get("perplexity") is None:
+                continue
+            kind = row["search"] or ""
+            rounding = (row.get("rounding") or {}).get("name", "nearest")
+            table = Table(
+                model_name(record), text_name(record), row["operands"] or "",
+                row.get("choice_per") == "operand",
+                (row.get("transform") or {}).get("name", "none"), rounding,
+            )  # fmt: skip
+            settings = record["requested"]["search"]
+            extra = variant(settings, base, kind) if kind and kind != "uniform" else ""
+            label = row["label"] if not kind or kind == "uniform" else method(row)
+            rows.setdefault(table, []).append(
+                row | {"label": f"{label} {extra}".strip(), "operands": None}
+            )
+    return {table: group_rows(_once(found)) for table, found in rows.items()}
+
+
+def method(row: Mapping[str, Any]) -> str:
+    """A row's label without what stands in the table's title."""
+    kind = str(row["search"]).split("+")[0]
+    parts = ["dMX" if kind == "differentiable" else kind]
+    parts += [part for part in ("polish", "net") if f" + {part}" in row["label"]]
+    return " + ".join(parts)
+
+
+def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that several records measured alike (bf16, uniform formats) are kept once."""
+    seen: set[str] = set()
+    kept = []
+    for row in rows:
+        key = json.dumps([row["label"], row.get("budget"), row.get("seed"), row["nll"]])
+        if row["search"] in (None, "uniform") and key in seen:
+            continue
+        seen.add(key)
+        kept.append(row)
+    return kept
+
+
+def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
+    """Of the bare heuristics at the group's budget in its table."""
+    found = [
+        g for g in groups
+        if g.budget == group.budget and (g.search or "").split("+")[0] in HEURISTICS
+        and " + " not in g.label
+    ]  # fmt: skip
+    return min(found, key=mean_perplexity, default=None)
+
+
+def mean_perplexity(group: Group) -> float:
+    mean = group.statistic("perplexity").mean
+    assert mean is not None  # `pooled` leaves rows without it out
+    return mean
+
+
+def is_dmx(group: Group) -> bool:
+    return (group.search or "").startswith("differentiable")
+
+
+def percent(group: Group, reference: Group) -> float:
+    return 100 * (mean_perplexity(group) / mean_perplexity(reference) - 1)
+
+
+def percent_text(group: Group, reference: Group | None) -> str:
+    """Difference of mean perplexities, ± the paired standard error over windows with the scatter
+    of seeds."""
+    if reference is None or reference is group:
+        return "–"
+    noise = paired_difference(group, reference).noise
+    share = round(percent(group, reference), 1) + 0.0  # no -0.0
+    return f"{share:+.1f}" + ("" if noise is None else f" ± {100 * noise:.1f}")
+
+
+# --- parts of the page ---------------------------------------------------------------------------
+
+
+def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    rows = []
+    for table, groups in tables.items():
+        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), mean_perplexity(g))):
+            if group.budget is None or group.search == "uniform":
+                continue
+            best = best_heuristic(group, groups)
+            against = "no heuristic" if best is None else percent_text(group, best)
+            seconds = group.statistic("search_seconds").mean
+            rows.append([
+                table.transform + ("" if table.rounding == "nearest" else f", {table.rounding}")
+                + (", separate operands" if table.is_separate else ""),
+                group.label, f"≤ {group.budget[0]:g}", len(group.rows),
+                spread_text(group.statistic("perplexity")), against,
+                "–" if seconds is None else f"{seconds:.0f}",
+            ])  # fmt: skip
+    head = (
+        "transform", "method", "budget", "seeds", "perplexity", "minus best heuristic, %", "search, s",
+    )  # fmt: skip
+    return markdown(head, rows)
+
+
+def references(groups: Iterable[Group]) -> str:
+    """bf16 and uniform formats in a line."""
+    return ", ".join(
+        f"{g.label} {number_text(mean_perplexity(g))}"
+        for g in groups
+        if g.search in (None, "uniform")
+    )
+
+
+def method_table(groups: Sequence[Group]) -> list[str]:
+    """Method x budget."""
+    searched = [g for g in groups if g.budget is not None and g.search != "uniform"]
+    budgets = sorted({g.budget for g in searched if g.budget})
+    cells = {(g.label, g.budget): g for g in searched}
+    labels = sorted(dict.fromkeys(g.label for g in searched), key=lambda x: x.startswith("dMX"))
+    rows = [
+        [label]
+        + [
+            f"{spread_text(found.statistic('perplexity'))} ({len(found.rows)})"
+            if (found := cells.get((label, budget))) else "–"
+            for budget in budgets
+        ]
+        for label in labels
+    ]  # fmt: skip
+    return markdown(["method", *(f"≤ {limit:g} {unit}" for limit, unit in budgets)], rows)
+
+
+def bars(table: Table, group: Group, best: Group | None) -> tuple[str, str]:
+    """(bar, reach): what is asked of dMX in this table at this budget, and met or missed."""
+    limit = group.budget[0] if group.budget and group.budget[1] == "element_bits" else None
+    if not table.has_bars or limit not in REACH:
+        return "", ""
+    gain = None if best is None else -percent(group, best)
+    found = mean_perplexity(group)
+    if table.transform == "none":
+        if table.rounding != "nearest":
+            return "", ""
+        margin = PLAIN_MARGINS[limit]
+        verdict = "no heuristic" if gain is None else met(gain >= margin)
+        return f"≥ {margin:g} % below: {verdict}", ""
+    bar = ""
+    if table.rounding == "nearest":
+        verdict = "no heuristic" if gain is None else met(gain >= ROTATED_MARGIN)
+        wanted = ROTATED_PERPLEXITY[limit]
+        bar = f"≤ {wanted:g}: {met(found <= wanted)}; ≥ {ROTATED_MARGIN:g} % below: {verdict}"
+    return bar, f"≤ {REACH[limit]:g}: {met(found <= REACH[limit])}"
+
+
+def against_heuristics(table: Table, groups: Sequence[Group]) -> list[str]:
+    """A row for each dMX method and budget."""
+    rows = []
+    for group in sorted(filter(is_dmx, groups), key=lambda g: (g.budget or (0.0, ""), g.label)):
+        if group.budget is None:
+            continue
+        best = best_heuristic(group, groups)
+        bits = group.statistic(group.budget[1])
+        name = "–" if best is None else f"{best.label} {number_text(mean_perplexity(best))}"
+        rows.append([
+            f"≤ {group.budget[0]:g}", group.label, "–" if bits.mean is None else f"{bits.mean:.3f}",
+            name, percent_text(group, best), *bars(table, group, best),
+        ])  # fmt: skip
+    head = ["budget", "method", "bits reached", "best heuristic", "minus it, %", "bar", "reach"]
+    for column in (6, 5):  # where nothing is asked, no column
+        if not any(row[column] for row in rows):
+            head.pop(column)
+            rows = [row[:column] + row[column + 1 :] for row in rows]
+    return markdown(head, rows) if rows else []
+
+
+def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """Share of layers above MXFP4 by projection; mean over seeds."""
+    rows = []
+    for table, groups in tables.items():
+        if table.rounding != "nearest" or table.operands == "W":  # the same choices again
+            continue
+        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+            counts = [row["format_counts"] for row in group.rows if row.get("format_counts")]
+            if group.budget is None or group.search == "uniform" or not counts:
+                continue
+            for side in counts[0]:
+                shares = [
+                    sum(_share_high(c[side].get(p, {})) for c in counts) / len(counts)
+                    for p in PROJECTIONS
+                ]
+                rows.append([
+                    table.model, table.transform, group.label,
+                    f"≤ {group.budget[0]:g}" + (f", {side}s" if len(counts[0]) > 1 else ""),
+                    *(f"{100 * share:.0f}" for share in shares),
+                ])  # fmt: skip
+    return markdown(("model", "transform", "method", "budget", *PROJECTIONS), rows) if rows else []
+
+
+def _share_high(formats: Mapping[str, int]) -> float:
+    total = sum(formats.values())
+    return 1 - formats.get("mxfp4", 0) / total if total else 0.0
+
+
+def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str]:
+    """dMX and the best heuristic over bits, for each transform and rounding of one model and text:
+    the test text of the model with most rows, the validation text where no test exists."""
+    joint = {t: g for t, g in tables.items() if not t.is_separate and t.operands != "W"}
+    sizes: Counter[tuple[bool, str, str]] = Counter()
+    for table, groups in joint.items():
+        sizes[not is_validation(table), table.model, table.text] += sum(len(g.rows) for g in groups)
+    if not sizes:
+        return None, ""
+    _, model, text = max(sizes, key=lambda key: (key[0], sizes[key]))
+    shown: list[Group] = []
+    for table, groups in joint.items():
+        if (table.model, table.text) != (model, text):
+            continue
+        shown += [g for g in groups if g.search in (None, "uniform")]
+        name = " + ".join(
+            [*([] if table.transform == "none" else [table.transform.replace("_", " ")]),
+             *([] if table.rounding == "nearest" else [table.rounding])]
+        )  # fmt: skip
+        for budget in sorted({g.budget for g in groups if g.budget and g.search != "uniform"}):
+            at = [g for g in groups if g.budget == budget]
+            ours = min(filter(is_dmx, at), key=lambda g: (g.label != "dMX", g.label), default=None)
+            theirs = best_heuristic(at[0], at)
+            for found, what in ((theirs, "best heuristic"), (ours, "dmx")):
+                if found is not None:
+                    label = f"{what} + {name}" if name else what
+                    kind = "differentiable" if what == "dmx" else what
+                    shown.append(replace(found, label=label, search=kind))
+    return pareto(shown, zoom=True), f"{model}, {text}: dMX and the best heuristic."
+
+
+def is_validation(table: Table) -> bool:
+    return "valid" in table.text
+
+
+def conditions(records: Sequence[Record]) -> list[str]:
+    base = base_settings(records)
+    models = dict.fromkeys(
+        f"{model_name(r)}, {r['model']['dtype']}: {(r['model']['note'] or 'no note').strip()}"
+        for r in records
+    )
+    data = dict.fromkeys(
+        f"Text {text_name(r)}: {d['windows']} windows of {d['window']} tokens; calibration "
+        f"{c['name']}, {c['batches']} batches of {c['batch_shape'][0]} x {c['batch_shape'][1]}."
+        for r in records
+        if (d := r["data"]["evaluation"]) and (c := r["data"]["calibration"])
+    )
+    devices = sorted({r["device"]["name"] for r in records})
+    versions = sorted({r["versions"]["torch"] for r in records})
+    asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
+    return [
+        f"- Method names give what differs from: {asked}. Heuristics have the first three.",
+        *(f"- {line}" for line in (*models, *data)),
+        f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
+        f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
+        "search are upper bounds.",
+        "- ± after a perplexity: standard deviation over seeds, their number in brackets. ± after a "
+        "difference: paired standard error over windows, with the scatter of seeds.",
+    ]
+
+
+def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
+    """Text of quality.md, and its picture."""
+    tables = pooled(records)
+    searched = {t: g for t, g in tables.items() if any(x.budget for x in g)}
+    validation = {t: g for t, g in searched.items() if is_validation(t)}
+    test = {t: g for t, g in searched.items() if not is_validation(t)}
+    lines = [
+        "# quality",
+        "",
+        "Perplexity at equal bits: dMX, and heuristics on the same inputs.",
+        "",
+    ]
+    lines += conditions(records)
+    for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):
+        lines += ["", f"## {table.title}", ""]
+        if line := references(groups + _unquantized(tables, table)):
+            lines += [f"{line}.", ""]
+        lines += method_table(groups)
+        if compared := against_heuristics(table, groups):
+            lines += ["", *compared]
+    if not test:
+        lines += ["", "No records of a test text yet."]
+    if validation:
+        for model, text in dict.fromkeys((t.model, t.text) for t in validation):
+            of = {t: g for t, g in validation.items() if (t.model, t.text) == (model, text)}
+            found = [line for t, g in tables.items() if (t.model, t.text) == (model, text)
+                     and (line := references(g))]  # fmt: skip
+            lines += ["", f"## Settings, on the validation text: {model}, {text}", ""]
+            if found:
+                lines += [", ".join(found) + ".", ""]
+            lines += ablation(of)
+    for title, part in (("test texts", test), ("validation texts", validation)):
+        if high := kept_high(part):
+            lines += ["", f"## Layers above MXFP4, %, {title}", "", *high]
+            lines += ["", "Share of the layers of each projection, mean over seeds."]
+    figure, caption = picture(tables)
+    if figure is not None:
+        lines += ["", f"![{caption}](quality.png)", "", caption]
+    return "\n".join(lines) + "\n", figure
+
+
+def _unquantized(tables: Mapping[Table, Sequence[Group]], table: Table) -> list[Group]:
+    """bf16 rows stand in a table of their own, for they have no operands."""
+    return [
+        g for t, groups in tables.items() if (t.model, t.text) == (table.model, table.text)
+        for g in groups if g.search is None
+    ]  # fmt: skip
+
+
+def _order(table: Table) -> tuple[Any, ...]:
+    return (
+        not table.model.startswith(BAR_MODEL), table.model, table.text, table.operands == "W",
+        table.is_separate, table.transform != "none", table.transform, table.rounding != "nearest",
+    )  # fmt: skip
