@@ -336,10 +336,13 @@ def mor_page(trainings: Sequence[Record], nets: Sequence[Record]) -> tuple[str, 
         if len(grid) > 1:
             lines += ["", "### Learning rates and batch sizes", "", *grid_table(grid)]
     for number, (settings, groups) in enumerate((s, g) for s, g in tables.items() if s.outlier):
-        lines += ["", "## An outlier in the middle of training", "", f"{settings.outlier}.", ""]
+        lines += ["", "## An outlier in the middle of training", ""]
+        lines += [f"- {settings.outlier}; full precision does not feel it."]
+        lines += [*_facts(settings, groups, trainings)[::2], ""]
         lines += outlier_table(settings, groups)
         for group in groups:
-            if digits := group.rows[0].get("fallback_digits"):
+            digits = group.rows[0].get("fallback_digits")
+            if digits and digits["shares"]:
                 name = f"mor_outlier_{group.label}{f'_{number + 1}' if number else ''}.png"
                 pictures[name] = fallback_map(digits["layers"], digits_log(digits))
                 lines += ["", f"{group.label}: share in BF16, layers from top to bottom:", ""]

@@ -303,21 +303,23 @@ def against_heuristics(table: Table, groups: Sequence[Group]) -> list[str]:
 def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Share of layers above MXFP4 by projection; mean over seeds."""
     rows = []
-    for table, groups in tables.items():
+    for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
         if table.rounding != "nearest" or table.operands == "W":  # the same choices again
             continue
         for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
             counts = [row["format_counts"] for row in group.rows if row.get("format_counts")]
             if group.budget is None or group.search == "uniform" or not counts:
                 continue
-            for side in counts[0]:
+            sides = ("weight", "input") if table.is_separate else ("weight",)
+            for side in sides:
                 shares = [
-                    sum(_share_high(c[side].get(p, {})) for c in counts) / len(counts)
+                    sum(_share_high(c.get(side, c["weight"]).get(p, {})) for c in counts)
+                    / len(counts)
                     for p in PROJECTIONS
                 ]
                 rows.append([
-                    table.model, table.transform, group.label,
-                    f"≤ {group.budget[0]:g}" + (f", {side}s" if len(counts[0]) > 1 else ""),
+                    table.model, f"{table.transform}, separate operands" if table.is_separate else table.transform, group.label,
+                    f"≤ {group.budget[0]:g}" + (f", {side}s" if len(sides) > 1 else ""),
                     *(f"{100 * share:.0f}" for share in shares),
                 ])  # fmt: skip
     return markdown(("model", "transform", "method", "budget", *PROJECTIONS), rows) if rows else []

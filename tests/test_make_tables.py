@@ -100,6 +100,19 @@ def test_format_counts_hold_inputs_where_they_differ():
     assert format_counts(formats, inputs)["input"] == {"up": {"mxfp4": 2}}
 
 
+def test_separate_operands_are_shown_apart():
+    record = read("quality_valid_exact")[0]
+    for row in record["results"]:
+        row["choice_per"] = "operand"
+    # Where a search gave both operands the same formats, a record has no inputs of its own.
+    counts = record["results"][0]["format_counts"]
+    counts["input"] = {name: {"mxfp4": 30} for name in counts["weight"]}
+    text, _ = quality_page([record])
+    assert "| none, separate operands | dMX | ≤ 5, weights | 77 |" in text
+    high = [r["format_counts"]["weight"]["q"]["mxfp6_e2m3"] / 30 for r in record["results"][1:]]
+    assert f"| none, separate operands | dMX | ≤ 5, inputs | {100 * sum(high) / 3:.0f} |" in text
+
+
 def test_uniform_formats_of_two_transforms_are_two_lines():
     rows = [
         {
