@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 from mor._base import E4M3, E5M2, DmxError, ElementFormat, check_choice
 
 Policy = Literal["tensor", "block_two_way", "block_three_way"]
@@ -15,6 +17,7 @@ FORMATS = ("e4m3", "e5m2", "bf16")
 """What a decision indexes."""
 BF16_INDEX = FORMATS.index("bf16")
 ELEMENTS: dict[str, ElementFormat] = {"e4m3": E4M3, "e5m2": E5M2}
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 DEFAULT_THRESHOLD = 0.045
 """E4M3's: twice the mean relative error of its own rounding, 2.25 %."""
@@ -22,6 +25,11 @@ DEFAULT_THRESHOLDS = {"e4m3": DEFAULT_THRESHOLD, "e5m2": 2 * DEFAULT_THRESHOLD}
 """E5M2's own rounding is 4.5 %: at one threshold for both, its acceptance would be a coin toss."""
 
 _PARTITION = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+def partials(device: torch.device) -> int:
+    """Columns of `fp8.amax`: a GPU leaves the last maximum to whoever needs it, to save a launch."""
+    return 512 if device.type == "cuda" else 1
 
 
 class MorError(DmxError):

@@ -20,12 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mor.config import ELEMENTS, Metric
+from mor.config import ELEMENTS, FLOAT8, Metric
 from mor.partition import to_matrix
 from mor.policy import metric_error
 from mor.scaling import MAX_SCALE
 
-FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FP8_CAPABILITY = (8, 9)
 """First compute capability with FP8 matrix products."""
 FP8_MULTIPLE = 16
@@ -66,7 +65,7 @@ class Cast(NamedTuple):
 
 def amax(*tensors: Tensor) -> Tensor:
     """Partial largest magnitudes, (n, P) float32: the maximum of a row is the tensor's amax. It is
-    inf where the tensor holds NaN or Inf, 0 where it is empty. P is `partials(device)`.
+    inf where the tensor holds NaN or Inf, 0 where it is empty. P is `config.partials(device)`.
 
     Args:
         tensors: one or two, on one device.
@@ -79,11 +78,6 @@ def amax(*tensors: Tensor) -> Tensor:
         [x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device) for x in tensors]
     )
     return torch.where(largest.isfinite(), largest, torch.inf)[:, None]
-
-
-def partials(device: torch.device) -> int:
-    """Columns of `amax`: a GPU leaves the last maximum to whoever needs it, which saves a launch."""
-    return 512 if device.type == "cuda" else 1
 
 
 def scales_of(largest: Tensor, format: str) -> tuple[Tensor, Tensor]:

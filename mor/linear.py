@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from mor import fp8
 from mor._base import adopt, check_input, put_back, replace_layers
-from mor.config import BF16_INDEX, FORMATS, Metric, MorConfig, MorError
+from mor.config import BF16_INDEX, FORMATS, Metric, MorConfig, MorError, partials
 from mor.fp8 import Fp8
 from mor.partition import parse_partition
 from mor.policy import quantize, round_to_bf16, signed_threshold
@@ -404,7 +404,7 @@ def _forward(
         else:
             operands = {"input": x, "weight": weight}
             out = _general_product("forward", operands, state, deciding, counting)
-            largest = x.new_zeros(2, fp8.partials(x.device), dtype=torch.float32)
+            largest = x.new_zeros(2, partials(x.device), dtype=torch.float32)
             formats = ["bf16", "bf16"]
     meta = [*map(FORMATS.index, formats), int(every == 1 or state.is_deciding), int(training)]
     return out, largest, meta
@@ -422,7 +422,7 @@ def linear_forward(
 @linear_forward.register_fake
 def _(x: Tensor, weight: Tensor, handle: int, training: bool) -> tuple[Tensor, Tensor, Tensor]:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    largest = x.new_empty(2, fp8.partials(x.device), dtype=torch.float32)
+    largest = x.new_empty(2, partials(x.device), dtype=torch.float32)
     return out, largest, torch.empty(4, dtype=torch.uint8, device="cpu")
 
 

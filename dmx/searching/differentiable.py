@@ -324,7 +324,7 @@ class DifferentiableSearch:
             return False
         path = self.folder / STATE_FILE
         try:
-            state = torch.load(path, map_location=self.device, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise RunError(
                 f"{path} is damaged ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mor.config import ELEMENTS, FORMATS
-from mor.fp8 import FLOAT8
+from mor.config import ELEMENTS, FLOAT8, FORMATS
 from mor.scaling import MAX_EXPONENT, MAX_SCALE, MIN_EXPONENT
 
 _CHUNK = 4096
@@ -162,9 +161,9 @@ def _block_kernel(
         else:
             y = x.to(tl.bfloat16).to(tl.float32)
             if raw.dtype == tl.float16:
-                limit = tl.where(x < 0, -LARGEST_BF16_IN_FP16, LARGEST_BF16_IN_FP16)
+                nearest = tl.where(x < 0, -LARGEST_BF16_IN_FP16, LARGEST_BF16_IN_FP16)
                 beyond = (tl.abs(y) > LARGEST_BF16_IN_FP16) & (tl.abs(x) < float("inf"))
-                y = tl.where(beyond, limit, y)
+                y = tl.where(beyond, nearest, y)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(values_ptr + at, y.to(raw.dtype), mask=mask)
 

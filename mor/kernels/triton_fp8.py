@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mor.config import ELEMENTS
-from mor.fp8 import FLOAT8, partials
+from mor.config import ELEMENTS, FLOAT8, partials
 from mor.scaling import MAX_SCALE
 
 _AMAX_BLOCK = 8192

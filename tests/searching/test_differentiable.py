@@ -314,6 +314,17 @@ def test_a_search_that_died_goes_on_to_the_same_numbers(after, options, tiny, tm
     np.testing.assert_array_equal(resumed.raw_offsets, whole.raw_offsets)
 
 
+@pytest.mark.gpu
+def test_a_search_that_died_goes_on_on_a_gpu(tiny, tmp_path):
+    model, batches = copy.deepcopy(tiny[0]).cuda(), tiny[1]
+    # A graph's replays call no hooks.
+    config = SearchConfig(steps=24, evaluate_every=8, checkpoint_every=5, cuda_graph="off")
+    search_and_die(model, batches, config, tmp_path, 20)
+    resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
+    assert [row["step"] for row in resumed.history] == list(range(24))
+    assert resumed.assignment.bits["element_bits"] <= 5.0
+
+
 def test_a_finished_search_is_not_run_again(tiny, tmp_path):
     model, batches = tiny
     config = SearchConfig(steps=4, raw_start=1.0)
