@@ -253,6 +253,9 @@ def fallback_map(layers: Sequence[str], log: Sequence[Mapping[str, Any]]) -> Fig
     )
     steps = [row["step"] for row in log]
     pieces = np.array_split(np.arange(len(log)), min(len(log), _MAX_COLUMNS))
+    # Rows may stand for unequal numbers of steps; the last one is taken to be as long as the one before.
+    after = steps[-1] + (steps[-1] - steps[-2] if len(steps) > 1 else 1)
+    edges = np.array([*(steps[piece[0]] for piece in pieces), after]) - 0.5
     with np.errstate(invalid="ignore"):
         # The largest of the averaged steps: a single fallback must stay visible.
         columns = [np.fmax.reduce(table[piece], axis=0) for piece in pieces]
@@ -261,11 +264,11 @@ def fallback_map(layers: Sequence[str], log: Sequence[Mapping[str, Any]]) -> Fig
         height = 1.2 + 0.02 * len(layers)
         figure, panels = _plots._new(_plots._WIDTH, len(OPERANDS) * height, len(OPERANDS))
         for index, (axes, operand) in enumerate(zip(panels, OPERANDS, strict=True)):
-            mesh = axes.imshow(
-                image[:, :, index], vmin=0, vmax=1, cmap="viridis_r", aspect="auto",
-                interpolation="nearest",
-                extent=(steps[0] - 0.5, steps[-1] + 0.5, len(layers) - 0.5, -0.5),
+            mesh = axes.pcolormesh(
+                edges, np.arange(len(layers) + 1) - 0.5, image[:, :, index], vmin=0, vmax=1,
+                cmap="viridis_r", rasterized=True,
             )  # fmt: skip
+            axes.invert_yaxis()
             axes.set_ylabel(operand.replace("_", "\n"), rotation=0, ha="right", va="center")
             axes.grid(False)
             axes.tick_params(labelbottom=operand == OPERANDS[-1])

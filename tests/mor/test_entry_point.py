@@ -104,6 +104,16 @@ def test_a_single_fallback_stays_visible_on_the_map():
     log = [{"step": i, "elements_bf16": [[0.0] * 6 for _ in range(3)]} for i in range(1000)]
     log[700]["elements_bf16"][1][0] = 1.0
     figure = fallback_map(["a", "b", "c"], log)
-    images = [np.asarray(axes.images[0].get_array()) for axes in figure.axes[: len(OPERANDS)]]
+    meshes = [axes.collections[0] for axes in figure.axes[: len(OPERANDS)]]
+    images = [np.asarray(mesh.get_array()).reshape(3, -1) for mesh in meshes]
     assert images[0][1].max() == 1 and images[0].sum() == 1
     assert not any(image.any() for image in images[1:])
+    edges = meshes[0].get_coordinates()[0, :, 0]
+    column = int(images[0][1].argmax())
+    assert edges[column] < 700 < edges[column + 1]
+
+
+def test_columns_of_a_map_stand_at_their_steps():
+    log = [{"step": i, "elements_bf16": [[0.0] * 6]} for i in (0, 10, 20, 22, 24)]
+    mesh = fallback_map(["a"], log).axes[0].collections[0]
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [-0.5, 9.5, 19.5, 21.5, 23.5, 25.5]
