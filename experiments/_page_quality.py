@@ -16,6 +16,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 
+from experiments._markdown import markdown, met
 from experiments._plots import pareto
 from experiments._results import Group, group_rows, number_text, paired_difference, spread_text
 
@@ -76,19 +77,6 @@ class Table:
             self.model.startswith(BAR_MODEL) and self.text == BAR_TEXT
             and self.operands == "W+A" and not self.is_separate
         )  # fmt: skip
-
-
-def met(reached: bool) -> str:
-    return "met" if reached else "missed"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Lines of a table."""
-    return [
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
-    ]
 
 
 def model_name(record: Record) -> str:
@@ -180,6 +168,20 @@ def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
         and " + " not in g.label
     ]  # fmt: skip
     return min(found, key=mean_perplexity, default=None)
+
+
+def best_transformed(
+    table: Table, group: Group, tables: Mapping[Table, Sequence[Group]]
+) -> tuple[str, Group] | None:
+    """Transform and group of the best heuristic at the group's budget over the tables that differ
+    from its own in the transform alone."""
+    found = [
+        (other.transform, best)
+        for other, groups in tables.items()
+        if replace(other, transform=table.transform) == table
+        and (best := best_heuristic(group, groups)) is not None
+    ]
+    return min(found, key=lambda pair: mean_perplexity(pair[1]), default=None)
 
 
 def mean_perplexity(group: Group) -> float:
@@ -279,21 +281,33 @@ def bars(table: Table, group: Group, best: Group | None) -> tuple[str, str]:
     return bar, f"≤ {REACH[limit]:g}: {met(found <= REACH[limit])}"
 
 
-def against_heuristics(table: Table, groups: Sequence[Group]) -> list[str]:
-    """A row for each dMX method and budget."""
+def against_heuristics(table: Table, tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """A row for each dMX method and budget of a table."""
+    groups = tables[table]
     rows = []
     for group in sorted(filter(is_dmx, groups), key=lambda g: (g.budget or (0.0, ""), g.label)):
         if group.budget is None:
             continue
-        best = best_heuristic(group, groups)
+        best, of_any = best_heuristic(group, groups), best_transformed(table, group, tables)
         bits = group.statistic(group.budget[1])
-        name = "–" if best is None else f"{best.label} {number_text(mean_perplexity(best))}"
+        named, overall = "–", ("–", "–")
+        if best is not None:
+            named = f"{best.label} {number_text(mean_perplexity(best))}"
+        if of_any is not None:
+            transform, other = of_any
+            overall = (
+                f"{other.label}, {transform}: {number_text(mean_perplexity(other))}",
+                percent_text(group, other),
+            )
         rows.append([
             f"≤ {group.budget[0]:g}", group.label, "–" if bits.mean is None else f"{bits.mean:.3f}",
-            name, percent_text(group, best), *bars(table, group, best),
+            named, percent_text(group, best), *overall, *bars(table, group, best),
         ])  # fmt: skip
-    head = ["budget", "method", "bits reached", "best heuristic", "minus it, %", "bar", "reach"]
-    for column in (6, 5):  # where nothing is asked, no column
+    head = [
+        "budget", "method", "bits reached", "best heuristic", "minus it, %",
+        "best heuristic, any transform", "minus it, %", "bar", "reach",
+    ]  # fmt: skip
+    for column in (8, 7):  # where nothing is asked, no column
         if not any(row[column] for row in rows):
             head.pop(column)
             rows = [row[:column] + row[column + 1 :] for row in rows]
@@ -409,7 +423,7 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
         if line := references(groups + _unquantized(tables, table)):
             lines += [f"{line}.", ""]
         lines += method_table(groups)
-        if compared := against_heuristics(table, groups):
+        if compared := against_heuristics(table, test):
             lines += ["", *compared]
     if not test:
         lines += ["", "No records of a test text yet."]

@@ -30,14 +30,14 @@ _CURVE_POINTS = 200
 _DIGIT_COLUMNS = 60
 """Of what a record keeps of the logs."""
 TOLERANCE = 0.005
-"""Share of BF16's loss that MoR may differ by and count as equal."""
+"""Share of BF16's loss by which MoR may be worse and count as equal."""
 
 
 def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str, Any]]:
     """Final validation loss of each recipe against the baseline's.
 
-    Equal within the larger of 0.5 % and two standard errors of the difference of means over seeds
-    (known from two seeds each).
+    Within the tolerance is what is worse by no more than the larger of `TOLERANCE` and two standard
+    errors of the difference of means over seeds (known from two seeds each), or is better.
     """
     base = next((g for g in groups if g.label == baseline), None)
     found: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str
                 "difference_share": difference / theirs.mean,
                 "stderr_nats": stderr,
                 "allowed_nats": allowed,
-                "within": abs(difference) <= allowed,
+                "within": difference <= allowed,
                 "seeds": [ours.count, theirs.count],
             }
         )
@@ -79,7 +79,7 @@ def comparison_text(entry: Mapping[str, Any]) -> str:
     return (
         f"{entry['recipe']} {verb} the tolerance of bf16: {entry['difference_nats']:+.4f}{spread} "
         f"nats/token ({100 * entry['difference_share']:+.2f} %), "
-        f"allowed {entry['allowed_nats']:.4f}."
+        f"allowed {entry['allowed_nats']:+.4f}."
     )
 
 

@@ -26,6 +26,7 @@ from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.formats import BLOCK_FORMATS, get_block_format
 from dmx.models import ModelConfig, load_model
 from dmx.searching import SearchConfig, uniform_assignment
+from experiments._page_net import LARGEST_RATE, LARGEST_RATIO, LARGEST_SAVED, LEAST_HURT
 from mor import SafetyNet
 from mor.outliers import rescale_channels
 
@@ -69,7 +70,7 @@ def clean_data(measure: Measure, assignment: Assignment, net: SafetyNet) -> dict
     report.pop("layers")
     return {
         "full_precision": measure(None), "without": without, "with": with_net, "report": report,
-        "reached": report["fallback_rate"] < 0.02 and with_net <= without * 1.0005,
+        "reached": report["fallback_rate"] < LARGEST_RATE and with_net <= without * LARGEST_RATIO,
     }  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def outliers(
         "layers": layers, "channels": channels, "full_precision": full,
         "full_precision_with_outliers": hurt_full, "clean": clean, "without": hurt, "with": saved,
         "report": report, "fell_back": fell,
-        "reached": saved <= 1.01 * clean and hurt >= 1.1 * clean,
+        "reached": saved <= LARGEST_SAVED * clean and hurt >= LEAST_HURT * clean,
     }  # fmt: skip
 
 

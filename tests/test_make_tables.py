@@ -133,6 +133,7 @@ def test_training_page_pools_seeds_and_splits_settings():
     text, pictures = mor_page(records, [])
     assert "| tensor | 0, 1, 2 | 5.655 ± 0.031 | +0.25 |" in text and "mor_loss.png" in pictures
     assert "Learning rates" not in text
+    assert "| tensor | 100.00: met | 100.00: met | 92.42: missed |" in text
     other = copy.deepcopy(records)
     for record in other:
         record["requested"]["train"]["lr"] = 5e-4

@@ -93,6 +93,8 @@ def test_comparison_takes_the_larger_of_half_a_percent_and_two_standard_errors()
     assert calm[0]["within"] and calm[0]["allowed_nats"] == pytest.approx(0.02)
     worse = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 4.03, 4.03)))
     assert not worse[0]["within"] and "is outside the tolerance" in comparison_text(worse[0])
+    better = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 3.9, 3.9)))
+    assert better[0]["within"] and "is within the tolerance" in comparison_text(better[0])
     noisy = comparison(group_rows(rows("bf16", 3.9, 4.1) + rows("tensor", 4.1, 4.2)))
     stderr = (0.1**2 + 0.05**2) ** 0.5
     assert noisy[0]["within"] and noisy[0]["allowed_nats"] == pytest.approx(2 * stderr)

@@ -1,0 +1,17 @@
+"""Parts of the result pages in docs/results."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Lines of a table."""
+    return [
+        "| " + " | ".join(head) + " |",
+        "|---" * len(head) + "|",
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+
+
+def met(reached: bool) -> str:
+    return "met" if reached else "missed"

@@ -1,0 +1,95 @@
+"""The part of docs/results/mor.md on the safety net: records of scripts/safety_net.py."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from experiments import _plots
+from experiments._markdown import markdown, met
+from experiments._report_training import _COLOURS
+
+Record = Mapping[str, Any]
+
+LARGEST_RATE, LARGEST_RATIO = 0.02, 1.0005
+"""On clean data: share of tensors that fall back, and perplexity with the net over without."""
+LARGEST_SAVED, LEAST_HURT = 1.01, 1.1
+"""With outliers, perplexity over clean: with the net, and without it, or the test shows nothing."""
+
+
+def safety_lines(record: Record) -> list[str]:
+    """Clean data and outliers, a table each."""
+    clean = record["clean"]
+    share, loss = clean["report"]["fallback_rate"], clean["with"] / clean["without"]
+    lines = [
+        f"{record['model']['id']}, {record['assignment']}, {record['tokens']:,} tokens in windows of "
+        f"{record['window']}, margin {record['margin']:g}, {record['device']}. Perplexity in full "
+        f"precision {clean['full_precision']:.2f}.", "",
+        *markdown(("clean data", "measured", "limit", ""), [
+            ["tensors that fell back, %", f"{100 * share:.2f}", f"< {100 * LARGEST_RATE:g}", met(share < LARGEST_RATE)],
+            ["perplexity without, with the net", f"{clean['without']:.3f}, {clean['with']:.3f}",
+             f"with ≤ {LARGEST_RATIO:g} x without", met(loss <= LARGEST_RATIO)],
+        ]),
+    ]  # fmt: skip
+    if found := record.get("outliers"):
+        base = found["clean"]
+        lines += [
+            "", f"Outliers: {found['channels']} channels in the MLPs of layers "
+            f"{', '.join(map(str, found['layers']))}, up_proj times 2^17 and down_proj times 2^-17. "
+            f"Full precision does not feel them ({found['full_precision']:.2f}, then "
+            f"{found['full_precision_with_outliers']:.2f}).", "",
+            *markdown(("with outliers", "perplexity", "over clean", "limit", ""), [
+                ["clean, no outliers", f"{base:.2f}", "", "", ""],
+                ["without the net", f"{found['without']:.2f}", f"{found['without'] / base:.3f}",
+                 f"≥ {LEAST_HURT:g}, or the test shows nothing", met(found["without"] >= LEAST_HURT * base)],
+                ["with the net", f"{found['with']:.2f}", f"{found['with'] / base:.3f}", f"≤ {LARGEST_SAVED:g}",
+                 met(found["with"] <= LARGEST_SAVED * base)],
+            ]), "",
+            f"Fell back with outliers: {100 * found['report']['fallback_rate']:.2f} % of the tensors, "
+            f"{found['report']['effective_element_bits']:.2f} effective bits, in: "
+            f"{', '.join(found['fell_back'])}.",
+        ]  # fmt: skip
+    if not record.get("curve"):
+        lines += ["", "The curve of perplexity over effective bits is not in the records yet."]
+    return lines
+
+
+def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    rows = [
+        [
+            p["label"], f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}",
+            f"{p['weight_element_bits']:.3f}", f"{p['input_element_bits']:.3f}",
+            f"{100 * p['fallback_rate']:.1f}" if "fallback_rate" in p else "–",
+        ]
+        for p in sorted(points, key=lambda p: p["element_bits"])
+    ]  # fmt: skip
+    head = ("", "perplexity", "effective bits", "weights", "inputs", "fell back, %")
+    return markdown(head, rows)
+
+
+def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
+    """The net over uniform MXFP4 as a line, other assignments at their own bits."""
+    with matplotlib.rc_context(_plots._STYLE):
+        figure, axes = _plots._new(_plots._WIDTH, 3.6)
+        net = sorted(
+            (p["element_bits"], p["perplexity"]) for p in points if "fallback_rate" in p
+        )  # fmt: skip
+        if net:
+            bits, values = zip(*net, strict=True)
+            axes.plot(bits, values, color=_COLOURS[1], marker="o", label="mxfp4 with net")
+        others = [p for p in points if "fallback_rate" not in p]
+        for p, colour, marker in zip(
+            others, _COLOURS[2:] * len(others), "sD^v<>P*" * 9, strict=False
+        ):
+            axes.plot(
+                p["element_bits"], p["perplexity"], color=colour, marker=marker, linestyle="none",
+                label=p["label"],
+            )  # fmt: skip
+        low, high = (f(p["perplexity"] for p in points) for f in (min, max))
+        if high / low > 3:
+            _plots._log_axis(axes, low, high)
+        axes.set_xlabel("effective element_bits, weights and inputs")
+        axes.set_ylabel("perplexity")
+        _plots._legend(axes, columns=3)
+    return figure
