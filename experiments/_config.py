@@ -204,7 +204,8 @@ class CompareRun:
             check_choice(name, ROUNDINGS, "rounding")
         for name in self.searches:
             check_choice(name.removesuffix(POLISH), SEARCHES, "searches")
-            self.settings(name, self.search.seed)  # refuses what cannot be polished
+            # Refuses what cannot be polished, and learned rotations that nobody learns.
+            self.settings(name, self.search.seed, self.learner)
         polished = [name for name in self.searches if name.endswith(POLISH)]
         if bool(polished) != bool(self.search.polish_rounds):
             raise ConfigError(
@@ -219,12 +220,26 @@ class CompareRun:
                 "budgets and searches must not be empty: budgets=[4.5,5] searches=[kl,fisher]"
             )
 
-    def settings(self, name: str, seed: int) -> SearchConfig:
-        """What one of `searches` is asked to do."""
+    @property
+    def learner(self) -> str | None:
+        """Of `searches` the first that learns rotations: those that cannot take its."""
+        if self.search.transform != "learned" or self.search.transform_file is not None:
+            return None
+        learning = (n for n in self.searches if n.removesuffix(POLISH) == "differentiable")
+        return next(learning, None)
+
+    def settings(self, name: str, seed: int, learned: str | None = None) -> SearchConfig:
+        """What one of `searches` is asked to do.
+
+        Args:
+            learned: path of the rotations of `learner`, for the searches that learn none.
+        """
         rounds = self.search.polish_rounds if name.endswith(POLISH) else 0
+        kind, file = name.removesuffix(POLISH), self.search.transform_file
         return dataclasses.replace(
-            self.search, name=name.removesuffix(POLISH), seed=seed, polish_rounds=rounds
-        )
+            self.search, name=kind, seed=seed, polish_rounds=rounds,
+            transform_file=file if kind == "differentiable" else file or learned,
+        )  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -79,12 +79,16 @@ def _fill(bench: Bench, config: CompareRun) -> None:
             uniform = dataclasses.replace(uniform, transform="hadamard_block")
         for block_format in MX_FORMATS:
             bench.uniform(block_format, uniform)
+    # The search that learns rotations first: at each budget and seed the others take its.
+    learner = config.learner
+    names = sorted(config.searches, key=lambda name: name != learner)
     # Seeds outermost: a run that is stopped early then still compares all methods on one seed.
-    for seed, limit, name in itertools.product(
-        range(config.seeds), config.budgets, config.searches
-    ):
-        settings = config.settings(name, config.search.seed + seed)
-        folder = f"{name}-{limit:g}-seed{settings.seed}"
+    for offset, limit, name in itertools.product(range(config.seeds), config.budgets, names):
+        seed = config.search.seed + offset
+        place = f"{limit:g}-seed{seed}"
+        learned = bench.run.path(f"{learner}-{place}/transform.safetensors") if learner else None
+        settings = config.settings(name, seed, str(learned) if learned else None)
+        folder = f"{name}-{place}"
         bench.searched(settings, Budget(limit, config.unit), name="assignment", folder=folder)
 
 

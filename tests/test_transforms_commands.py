@@ -61,6 +61,23 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     assert results(tmp_path / "again")[0]["nll"] == rows["dmx + learned"]["nll"]
 
 
+def test_a_comparison_takes_the_rotations_that_its_search_learned(run, tmp_path):
+    arguments = [
+        *TINY, *CALIBRATION, "search=learned", "search.steps=4", "search.units=layer",
+        "searches=[kl_per_bit,fisher,differentiable]", "budgets=[5.0,5.5]", "baselines=[]",
+    ]  # fmt: skip
+    code, _, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
+    assert code == 0, err
+    digests = {}
+    for row in results(tmp_path / "run"):
+        digests.setdefault(row["budget"]["limit"], []).append(row["transform"]["sha256"])
+    assert [len(found) for found in digests.values()] == [3, 3]
+    assert all(len(set(found)) == 1 for found in digests.values())
+    assert len({found[0] for found in digests.values()}) == 2, "each budget learns its own"
+    code, _, err = run(compare, *arguments, "searches=[fisher]", f"run.folder={tmp_path}/none")
+    assert code == 2 and "only the differentiable search learns" in err
+
+
 @pytest.mark.parametrize("name", ["hadamard_block", "hadamard_full"])
 def test_evaluate_and_compare_measure_uniform_formats_with_a_transform(run, tmp_path, name):
     code, _, err = run(
