@@ -27,9 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mor._base import write_atomic
 from mor.config import MorConfig, MorError
-from mor.linear import decision_state, load_decision_state, swap_linears
 from mor.outliers import FrozenChannels, largest_channel, rescale_channels
 from mor.statistics import MorLogger
+from mor.swap import decision_state, load_decision_state, swap_linears
 
 CHECKPOINT = "checkpoint.pt"
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import mor
-from mor import MorConfig, fp8, linear
+from mor import MorConfig, fp8, products
 from tests.golden import assert_same_bits, cases, floats
 
 pytestmark = pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_decisions_on_the_gpu_equal_golden(case):
     x = floats("morin", source["case"], "x", source["dtype"], "mor").reshape(source["shape"]).cuda()
     for run in case["runs"]:
         config = MorConfig(formats=run["ladder"], threshold=run["threshold"])
-        trials = linear._Trials([x], mor.statistics.LayerState(config), [None])
+        trials = products.Trials([x], mor.statistics.LayerState(config), [None])
         assert trials.decide(trials.wait())[0] == [run["choice"]]
         assert mor.FORMATS[int(mor.quantize(x, config).decision)] == run["choice"]
 

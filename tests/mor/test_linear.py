@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mor
-from mor import MorConfig, MorError, MorLinear, fp8, linear
+from mor import MorConfig, MorError, MorLinear, fp8, products
 from mor.policy import round_to_bf16
 from mor.statistics import EXECUTIONS, OPERANDS
 from tests.golden import assert_same_bits
@@ -138,14 +138,14 @@ def test_gradients_are_near_those_of_the_plain_model(config, dtype):
 
 def test_waits_once_per_layer_and_pass_and_never_between_refreshes(monkeypatch):
     waits = []
-    wait = linear._Trials.wait
+    wait = products.Trials.wait
 
     def counted(self):
         if self.errors is not None:
             waits.append(self)
         return wait(self)
 
-    monkeypatch.setattr(linear._Trials, "wait", counted)
+    monkeypatch.setattr(products.Trials, "wait", counted)
     for formats in (("e4m3", "bf16"), ("e4m3", "e5m2", "bf16")):
         model = mor.swap_linears(Mlp(), MorConfig(formats=formats, refresh_every=4))
         per_step = []
