@@ -260,6 +260,31 @@ def method_table(groups: Sequence[Group]) -> list[str]:
     return markdown(["method", *(f"≤ {limit:g} {unit}" for limit, unit in budgets)], rows)
 
 
+def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """Of the model and text of the bars: in each table the best heuristic and dMX, by budget."""
+    shown = {t: g for t, g in sorted(tables.items(), key=lambda x: _order(x[0])) if t.has_bars}
+    budgets = sorted({g.budget for groups in shown.values() for g in groups if g.budget})
+
+    def cell(group: Group | None, name: str = "") -> str:
+        if group is None:
+            return "–"
+        text = f"{mean_perplexity(group):.2f} ({len(group.rows)})"
+        return f"{text} {name}".strip()
+
+    rows = []
+    for table, groups in shown.items():
+        at = {b: [g for g in groups if g.budget == b] for b in budgets}
+        best = [best_heuristic(at[b][0], at[b]) if at[b] else None for b in budgets]
+        if any(best):
+            cells = [cell(g, g.label if g else "") for g in best]
+            rows.append([table.transform, table.rounding, "best heuristic", *cells])
+        for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
+            found = [next((g for g in at[b] if g.label == label), None) for b in budgets]
+            rows.append([table.transform, table.rounding, label, *map(cell, found)])
+    heads = [f"≤ {limit:g} {unit}" for limit, unit in budgets]
+    return markdown(["transform", "rounding", "method", *heads], rows) if rows else []
+
+
 def bars(table: Table, group: Group, best: Group | None) -> tuple[str, str]:
     """(bar, reach): what is asked of dMX in this table at this budget, and met or missed."""
     limit = group.budget[0] if group.budget and group.budget[1] == "element_bits" else None
@@ -405,12 +430,18 @@ def conditions(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def tested(records: Sequence[Record]) -> dict[Table, list[Group]]:
+    """Tables of searches on test texts."""
+    found = pooled(records).items()
+    return {t: g for t, g in found if any(x.budget for x in g) and not is_validation(t)}
+
+
 def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     """Text of quality.md, and its picture."""
     tables = pooled(records)
     searched = {t: g for t, g in tables.items() if any(x.budget for x in g)}
     validation = {t: g for t, g in searched.items() if is_validation(t)}
-    test = {t: g for t, g in searched.items() if not is_validation(t)}
+    test = tested(records)
     lines = [
         "# quality",
         "",
@@ -418,6 +449,9 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
         "",
     ]
     lines += conditions(records)
+    if found := overview(test):
+        lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: all of it", "", *found]
+        lines += ["", "Mean perplexity, seeds in brackets; lower is better."]
     for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):
         lines += ["", f"## {table.title}", ""]
         if line := references(groups + _unquantized(tables, table)):
@@ -430,11 +464,11 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     if validation:
         for model, text in dict.fromkeys((t.model, t.text) for t in validation):
             of = {t: g for t, g in validation.items() if (t.model, t.text) == (model, text)}
-            found = [line for t, g in tables.items() if (t.model, t.text) == (model, text)
+            known = [line for t, g in tables.items() if (t.model, t.text) == (model, text)
                      and (line := references(g))]  # fmt: skip
             lines += ["", f"## Settings, on the validation text: {model}, {text}", ""]
-            if found:
-                lines += [", ".join(found) + ".", ""]
+            if known:
+                lines += [", ".join(known) + ".", ""]
             lines += ablation(of)
     for title, part in (("test texts", test), ("validation texts", validation)):
         if high := kept_high(part):

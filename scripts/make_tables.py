@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from experiments._page_mor import mor_page  # noqa: E402
-from experiments._page_quality import quality_page  # noqa: E402
+from experiments._page_quality import overview, quality_page, tested  # noqa: E402
 from experiments._plots import pareto  # noqa: E402
 from experiments._results import (  # noqa: E402
     SEPARATE_NOTE,
@@ -34,6 +34,7 @@ RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"
 START, END = "<!-- results: made by scripts/make_tables.py -->", "<!-- end of results -->"
 README_RECORD = "smollm2_135m_compare"
+BEST, BEST_END = "<!-- overview: made by scripts/make_tables.py -->", "<!-- end of overview -->"
 
 HEAD = (
     "| method | budget | seeds | perplexity | element_bits | bits_per_element | minus kl, nats/token "
@@ -218,9 +219,17 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def between(text: str, start: str, end: str, content: str) -> str:
+    """The text with other content between its two marks."""
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
+
+
 def outputs() -> dict[Path, str | bytes]:
     """Path -> content of everything that the records give."""
     made: dict[Path, str | bytes] = {}
+    readme = (ROOT / "README.md").read_text()
     exports, quality, trainings, nets = [], [], [], []
     for path in sorted(RECORDS.glob("*.json")):
         record = json.loads(path.read_text())
@@ -254,24 +263,21 @@ def outputs() -> dict[Path, str | bytes]:
             text += f"\n![perplexity over bits]({name}.png)\n"
         made[RESULTS / f"{name}.md"] = text
         if name == README_RECORD:
-            readme = ROOT / "README.md"
-            before, _, rest = readme.read_text().partition(START)
-            _, _, after = rest.partition(END)
-            made[readme] = (
-                f"{before}{START}\n\n{table(record)}\n\n{conditions(record)}\n\n{END}{after}"
-            )
+            found = f"{table(record)}\n\n{conditions(record)}"
+            readme = between(readme, START, END, found)
     if exports:
         made[RESULTS / "export.md"] = export_page(exports)
     if quality:
         text, figure = quality_page(quality)
         made[RESULTS / "quality.md"] = text
+        readme = between(readme, BEST, BEST_END, "\n".join(overview(tested(quality))))
         if figure is not None:
             made[RESULTS / "quality.png"] = png(figure)
     if trainings or nets:
         text, figures = mor_page(trainings, nets)
         made[RESULTS / "mor.md"] = text
         made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
-    return made
+    return made | {ROOT / "README.md": readme}
 
 
 def main() -> int:
