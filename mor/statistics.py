@@ -165,7 +165,7 @@ def _block_sizes(shape: torch.Size, grid: torch.Size, device: torch.device) -> T
 
     def along(axis: int) -> Tensor:
         length, blocks = shape[axis], grid[axis]
-        size = -(-length // blocks)
+        size = -(-length // max(blocks, 1))  # an empty operand has no block
         starts = torch.arange(blocks, device=device) * size
         return (length - starts).clamp(max=size, min=0).double()
 
