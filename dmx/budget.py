@@ -162,14 +162,19 @@ class SearchSpace:
         chosen |= {name: f.name for name, f in self.fixed.items()}
         return {name: chosen[name] for name in self.shapes}
 
-    def choice_of(self, formats: Mapping[str, str], inputs: Mapping[str, str]) -> np.ndarray:
+    def choice_of(
+        self, formats: Mapping[str, str], inputs: Mapping[str, str] | None = None
+    ) -> np.ndarray:
         """(U,) the choice that gives weights and inputs these formats (layer name -> format name).
+
+        Args:
+            inputs: None: as `formats`.
 
         Raises:
             KeyError: a layer without a format. ValueError: formats that no choice gives.
         """
         names = [f.name for f in self.formats]
-        of: dict[Operand, Mapping[str, str]] = {"weight": formats, "input": inputs}
+        of: dict[Operand, Mapping[str, str]] = {"weight": formats, "input": inputs or formats}
         choice = np.array([names.index(of[u.operands[0]][u.layers[0]]) for u in self.units])
         for operand, asked in of.items():
             for layer, found in self.layer_formats(choice, operand).items():

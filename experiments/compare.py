@@ -110,7 +110,7 @@ def _print_ablation(bench: Bench, config: CompareRun, assignment: Assignment) ->
     space = search_space(bench.model, config.search)
     names = [f.name for f in space.formats]
     try:
-        choice = space.choice_of(assignment.formats, assignment.input_formats or assignment.formats)
+        choice = space.choice_of(assignment.formats, assignment.input_formats)
     except (KeyError, ValueError) as error:
         raise AssignmentError(
             f"ablate={config.ablate}: {error} does not fit search.family={config.search.family} "

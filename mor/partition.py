@@ -7,6 +7,7 @@ multiple; zeros change no amax and are no part of any error.
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -32,6 +33,11 @@ class BlockShape(NamedTuple):
             max(rows, 1) if self.rows is None else self.rows,
             max(columns, 1) if self.columns is None else self.columns,
         )
+
+    def grid(self, matrix: Tensor) -> torch.Size:
+        """Rows and columns of blocks on this matrix: the shape of its decisions."""
+        rows, columns = self.of(matrix)
+        return torch.Size((-(-matrix.shape[0] // rows), -(-matrix.shape[1] // columns)))
 
 
 def parse_partition(partition: str) -> BlockShape:

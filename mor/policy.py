@@ -156,16 +156,14 @@ def _quantize_tensor(x: Tensor, config: MorConfig, frozen: Tensor | None) -> Mor
 
 
 def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> MorTensor:
-    shape = parse_partition(config.partition)
+    shape, matrix = parse_partition(config.partition), to_matrix(x)
+    if frozen is not None:
+        _check_frozen(frozen, shape.grid(matrix))
     if x.is_cuda and x.numel():
         from mor.kernels import triton_blocks
 
-        matrix = to_matrix(x)
         size = shape.of(matrix)
         if triton_blocks.fits(*size):
-            if frozen is not None:
-                grid = (-(-n // along) for n, along in zip(matrix.shape, size, strict=True))
-                _check_frozen(frozen, torch.Size(grid))
             found = triton_blocks.quantize_blocks(
                 matrix, *size, e5m2_range=E5M2_RANGE,
                 three_way=config.policy == "block_three_way", frozen=frozen,
@@ -199,7 +197,6 @@ def _reference_blocks(
         decision = torch.where(in_range, E5M2_INDEX, decision)
     decision = torch.where((error_e4m3 < error_e5m2) | (counts == 0), E4M3_INDEX, decision)
     if frozen is not None:
-        _check_frozen(frozen, decision.shape)
         decision = frozen
     decision = torch.where(amax.isfinite(), decision, BF16_INDEX).to(torch.uint8)
     wide = spread(decision)

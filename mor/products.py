@@ -274,10 +274,11 @@ def general_product(
     product: str, operands: dict[str, Tensor], state: LayerState, deciding: bool, counting: bool
 ) -> Tensor:
     """Product of (M, K) and (N, K), each as the policy gives it; dtype of the first."""
+    shape = parse_partition(state.config.partition)
     results = {}
     for name, x in operands.items():
         frozen = None if deciding else state.frozen.get(name)
-        if frozen is not None and frozen.ndim and frozen.shape != _grid(x, state.config):
+        if frozen is not None and frozen.ndim and frozen.shape != shape.grid(x):
             frozen = None  # another number of tokens: the blocks are others
         results[name] = x, quantize(x, state.config, frozen=frozen), frozen is None
         if counting:
@@ -290,8 +291,3 @@ def general_product(
         enters_bf16 = (left.decision == BF16_INDEX) | (right.decision == BF16_INDEX)
         a, b = (torch.where(enters_bf16, round_to_bf16(v), v) for v in (a, b))
     return a @ b.t()
-
-
-def _grid(x: Tensor, config: MorConfig) -> torch.Size:
-    rows, columns = parse_partition(config.partition).of(x)
-    return torch.Size((-(-x.shape[0] // rows), -(-x.shape[1] // columns)))

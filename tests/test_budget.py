@@ -119,7 +119,7 @@ def test_a_joint_choice_has_the_same_bits_in_the_space_of_separate_operands(
         assert apart(space).average(both, unit) == space.average(choice, unit)
         assert apart(space).bounds(unit) == space.bounds(unit)
         formats = space.layer_formats(choice)
-        assert apart(space).choice_of(formats, formats).tolist() == both.tolist()
+        assert apart(space).choice_of(formats).tolist() == both.tolist()
         assert apart(space).layer_formats(both, "input") == formats
 
 

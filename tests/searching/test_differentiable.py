@@ -135,8 +135,7 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
         low, high = space.bounds(unit)
         budget = Budget(low + (high - low) * (0.2 + 0.1 * i), unit)
         assignment = dmx.search(model, batches, budget, config).assignment
-        inputs = assignment.input_formats or assignment.formats
-        choice = space.choice_of(assignment.formats, inputs)
+        choice = space.choice_of(assignment.formats, assignment.input_formats)
         assert assignment.input_formats is None or operands == "separate"
         assert assignment.search.get("operands", "joint") == operands
         assert is_maximal(space, budget, choice)

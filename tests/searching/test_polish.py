@@ -137,7 +137,7 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
         budget = Budget(low + (high - low) * 0.21 * rounds, unit)
         result = dmx.search(model, tokens, budget, config)
         formats = result.assignment.formats
-        choice = space.choice_of(formats, result.assignment.input_formats or formats)
+        choice = space.choice_of(formats, result.assignment.input_formats)
         assert is_maximal(space, budget, choice, gain=result.preference)
         assert result.assignment.bits[unit] == space.average(choice, unit) <= budget.limit
         assert result.polish[-1]["bits"] == space.average(choice, unit)
