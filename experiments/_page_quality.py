@@ -1,48 +1,40 @@
-"""docs/results/quality.md: all `quality_*` records of experiments.compare in one page.
+"""docs/results/quality.md: all `quality_*` records of experiments.compare in one page."""
 
-Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
-record differs from configs/search/exact.yaml; rows that differ in seed alone are one group. "Best
-heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
-rounding and budget.
-"""
-
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from experiments._markdown import markdown, met
 from experiments._plots import pareto
-from experiments._results import Group, group_rows, number_text, paired_difference, spread_text
+from experiments._quality_tables import (
+    BAR_MODEL,
+    BAR_TEXT,
+    Record,
+    Table,
+    base_settings,
+    best_heuristic,
+    best_transformed,
+    is_dmx,
+    is_validation,
+    mean_perplexity,
+    model_name,
+    percent,
+    percent_text,
+    pooled,
+    text_name,
+)
+from experiments._results import Group, number_text, spread_text
 
-Record = Mapping[str, Any]
-
-EXACT = Path(__file__).resolve().parent.parent / "configs" / "search" / "exact.yaml"
-HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-_SHARED = (
-    "family", "units", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
-    "score_batches", "polish_rounds", "polish_batches",
-)  # fmt: skip
-"""Settings that heuristics have too; the others belong to dMX alone."""
-_NEVER = (
-    "name", "seed", "operands", "transform", "transform_file", "allow_unsearched", "cuda_graph",
-    "gradient_checkpointing", "evaluate_every", "checkpoint_every",
-)  # fmt: skip
-"""Settings that stand in the table's title, or change no result."""
 _STATED = (
     "family", "units", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
     "lr_schedule", "momentum", "start",
 )  # fmt: skip
 """Named once on the page; heuristics have the first three."""
 
-BAR_MODEL, BAR_TEXT = "SmolLM2-135M", "wikitext2/test"
-"""What the bars below are for; weights and inputs, a choice for both."""
 PLAIN_MARGINS = {4.5: 3.0, 5.0: 3.0, 5.5: 2.0}
 """Budget, element_bits -> % below the best heuristic, without a transform."""
 ROTATED_PERPLEXITY = {4.5: 28.6, 5.0: 25.9, 5.5: 24.0}
@@ -50,165 +42,6 @@ ROTATED_PERPLEXITY = {4.5: 28.6, 5.0: 25.9, 5.5: 24.0}
 ROTATED_MARGIN = 2.0
 REACH = {4.5: 27.5, 5.0: 25.0, 5.5: 23.3}
 """Budget -> perplexity to reach with a transform, by any rounding."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """What must be alike for rows to stand in one table."""
-
-    model: str
-    text: str
-    operands: str
-    is_separate: bool
-    transform: str
-    rounding: str
-
-    @property
-    def title(self) -> str:
-        separate = ", separate operands" if self.is_separate else ""
-        return (
-            f"{self.model}, {self.text}, {self.operands}{separate}: transform {self.transform}, "
-            f"rounding {self.rounding}"
-        )
-
-    @property
-    def has_bars(self) -> bool:
-        return (
-            self.model.startswith(BAR_MODEL) and self.text == BAR_TEXT
-            and self.operands == "W+A" and not self.is_separate
-        )  # fmt: skip
-
-
-def model_name(record: Record) -> str:
-    """A local folder by its last two parts."""
-    name = str(record["model"]["id"])
-    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
-
-
-def text_name(record: Record) -> str:
-    found = record["data"]["evaluation"]
-    return str(found["source"] if found["name"] == "files" else found["name"])
-
-
-def base_settings(records: Iterable[Record]) -> dict[str, Any]:
-    """What methods are named against: exact.yaml, and what most records have where it is silent."""
-    found: dict[str, Counter[str]] = {}
-    for record in records:
-        for key, value in record["requested"]["search"].items():
-            found.setdefault(key, Counter())[json.dumps(value)] += 1
-    common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
-    exact: Any = OmegaConf.to_container(OmegaConf.load(EXACT))
-    return common | exact
-
-
-def variant(settings: Mapping[str, Any], base: Mapping[str, Any], kind: str) -> str:
-    """What differs from the base, among the settings that a search of this kind reads."""
-    rotation = settings.get("transform") == "learned"
-    named = []
-    for key, value in settings.items():
-        known = key in _SHARED or kind.startswith("differentiable")
-        idle = key.startswith("rotation") and not rotation
-        if key == "residual_block" and settings.get("transform") != "hadamard_full":
-            idle = True
-        if known and not idle and key not in _NEVER and value != base.get(key):
-            named.append(f"{key}={value:g}" if type(value) is float else f"{key}={value}")
-    return " ".join(named)
-
-
-def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
-    """Groups of all records by table; `label` is the method, `Group.operands` is left out."""
-    base = base_settings(records)
-    rows: dict[Table, list[dict[str, Any]]] = {}
-    for record in records:
-        for row in record["results"]:
-            if row.get("perplexity") is None:
-                continue
-            kind = row["search"] or ""
-            rounding = (row.get("rounding") or {}).get("name", "nearest")
-            table = Table(
-                model_name(record), text_name(record), row["operands"] or "",
-                row.get("choice_per") == "operand",
-                (row.get("transform") or {}).get("name", "none"), rounding,
-            )  # fmt: skip
-            settings = record["requested"]["search"]
-            extra = variant(settings, base, kind) if kind and kind != "uniform" else ""
-            label = row["label"] if not kind or kind == "uniform" else method(row)
-            rows.setdefault(table, []).append(
-                row | {"label": f"{label} {extra}".strip(), "operands": None}
-            )
-    return {table: group_rows(_once(found)) for table, found in rows.items()}
-
-
-def method(row: Mapping[str, Any]) -> str:
-    """A row's label without what stands in the table's title."""
-    kind = str(row["search"]).split("+")[0]
-    parts = ["dMX" if kind == "differentiable" else kind]
-    parts += [part for part in ("polish", "net") if f" + {part}" in row["label"]]
-    return " + ".join(parts)
-
-
-def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that several records measured alike (bf16, uniform formats) are kept once."""
-    seen: set[str] = set()
-    kept = []
-    for row in rows:
-        key = json.dumps([row["label"], row.get("budget"), row.get("seed"), row["nll"]])
-        if row["search"] in (None, "uniform") and key in seen:
-            continue
-        seen.add(key)
-        kept.append(row)
-    return kept
-
-
-def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
-    """Of the bare heuristics at the group's budget in its table."""
-    found = [
-        g for g in groups
-        if g.budget == group.budget and (g.search or "").split("+")[0] in HEURISTICS
-        and " + " not in g.label
-    ]  # fmt: skip
-    return min(found, key=mean_perplexity, default=None)
-
-
-def best_transformed(
-    table: Table, group: Group, tables: Mapping[Table, Sequence[Group]]
-) -> tuple[str, Group] | None:
-    """Transform and group of the best heuristic at the group's budget over the tables that differ
-    from its own in the transform alone."""
-    found = [
-        (other.transform, best)
-        for other, groups in tables.items()
-        if replace(other, transform=table.transform) == table
-        and (best := best_heuristic(group, groups)) is not None
-    ]
-    return min(found, key=lambda pair: mean_perplexity(pair[1]), default=None)
-
-
-def mean_perplexity(group: Group) -> float:
-    mean = group.statistic("perplexity").mean
-    assert mean is not None  # `pooled` leaves rows without it out
-    return mean
-
-
-def is_dmx(group: Group) -> bool:
-    return (group.search or "").startswith("differentiable")
-
-
-def percent(group: Group, reference: Group) -> float:
-    return 100 * (mean_perplexity(group) / mean_perplexity(reference) - 1)
-
-
-def percent_text(group: Group, reference: Group | None) -> str:
-    """Difference of mean perplexities, ± the paired standard error over windows with the scatter
-    of seeds."""
-    if reference is None or reference is group:
-        return "–"
-    noise = paired_difference(group, reference).noise
-    share = round(percent(group, reference), 1) + 0.0  # no -0.0
-    return f"{share:+.1f}" + ("" if noise is None else f" ± {100 * noise:.1f}")
-
-
-# --- parts of the page ---------------------------------------------------------------------------
 
 
 def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
@@ -400,10 +233,6 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     return pareto(shown, zoom=True), f"{model}, {text}: dMX and the best heuristic."
 
 
-def is_validation(table: Table) -> bool:
-    return "valid" in table.text
-
-
 def conditions(records: Sequence[Record]) -> list[str]:
     base = base_settings(records)
     models = dict.fromkeys(
@@ -430,18 +259,12 @@ def conditions(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def tested(records: Sequence[Record]) -> dict[Table, list[Group]]:
-    """Tables of searches on test texts."""
-    found = pooled(records).items()
-    return {t: g for t, g in found if any(x.budget for x in g) and not is_validation(t)}
-
-
 def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     """Text of quality.md, and its picture."""
     tables = pooled(records)
     searched = {t: g for t, g in tables.items() if any(x.budget for x in g)}
     validation = {t: g for t, g in searched.items() if is_validation(t)}
-    test = tested(records)
+    test = {t: g for t, g in searched.items() if not is_validation(t)}
     lines = [
         "# quality",
         "",
@@ -449,7 +272,7 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
         "",
     ]
     lines += conditions(records)
-    if found := overview(test):
+    if found := overview(tables):
         lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: all of it", "", *found]
         lines += ["", "Mean perplexity, seeds in brackets; lower is better."]
     for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):

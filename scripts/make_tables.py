@@ -18,9 +18,11 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from experiments._markdown import markdown  # noqa: E402
 from experiments._page_mor import mor_page  # noqa: E402
-from experiments._page_quality import overview, quality_page, tested  # noqa: E402
+from experiments._page_quality import overview, quality_page  # noqa: E402
 from experiments._plots import pareto  # noqa: E402
+from experiments._quality_tables import pooled  # noqa: E402
 from experiments._results import (  # noqa: E402
     SEPARATE_NOTE,
     Group,
@@ -37,9 +39,9 @@ README_RECORD = "smollm2_135m_compare"
 BEST, BEST_END = "<!-- overview: made by scripts/make_tables.py -->", "<!-- end of overview -->"
 
 HEAD = (
-    "| method | budget | seeds | perplexity | element_bits | bits_per_element | minus kl, nats/token "
-    "| minus kl_per_bit | search, s |\n|---|---|---|---|---|---|---|---|---|"
-)
+    "method", "budget", "seeds", "perplexity", "element_bits", "bits_per_element",
+    "minus kl, nats/token", "minus kl_per_bit", "search, s",
+)  # fmt: skip
 
 
 def difference(group: Group, groups: list[Group], against: str) -> str:
@@ -64,18 +66,18 @@ def table(record: dict[str, Any]) -> str:
 
 
 def table_lines(groups: list[Group]) -> list[str]:
-    lines = [HEAD] if groups else []
-    for group in groups:
-        budget = f"≤ {group.budget[0]:g}" if group.budget else ""
-        seeds = len(group.rows) if group.search not in (None, "uniform") else ""
-        cells = [
-            group.name, budget, seeds, spread_text(group.statistic("perplexity")),
+    rows = [
+        [
+            group.name, f"≤ {group.budget[0]:g}" if group.budget else "",
+            len(group.rows) if group.search not in (None, "uniform") else "",
+            spread_text(group.statistic("perplexity")),
             number(group, "element_bits", 3), number(group, "bits_per_element", 3),
             difference(group, groups, "kl"), difference(group, groups, "kl_per_bit"),
             number(group, "search_seconds", 1),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return lines
+        ]
+        for group in groups
+    ]  # fmt: skip
+    return markdown(HEAD, rows) if rows else []
 
 
 def conditions(record: dict[str, Any]) -> str:
@@ -110,27 +112,26 @@ def conditions(record: dict[str, Any]) -> str:
 def tasks_page(record: dict[str, Any]) -> str:
     """Zero-shot metrics of a record of `experiments.evaluate`, each with its difference to bf16."""
     rows = [row for row in record["results"] if row["zero_shot"]]
-    tasks = list(rows[0]["zero_shot"])
-    metrics = [rows[0]["zero_shot"][task]["metric"] for task in tasks]
-    named = " | ".join(
-        f"{task}, {metric}, % | minus bf16" for task, metric in zip(tasks, metrics, strict=True)
-    )
-    lines = [f"| method | element_bits | {named} |", "|---|---|" + "---|---|" * len(tasks)]
+    first = rows[0]["zero_shot"]
+    head = ["method", "element_bits"]
+    for task, facts in first.items():
+        head += [f"{task}, {facts['metric']}, %", "minus bf16"]
+    body = []
     for row in rows:
         cells = [row["label"], f"{row['element_bits']:.3f}"]
-        for task in tasks:
-            found, base = row["zero_shot"][task], rows[0]["zero_shot"][task]
+        for task, base in first.items():
+            found = row["zero_shot"][task]
             items = np.array(found["items"], dtype=float) - np.array(base["items"])
             error = items.std(ddof=1) / len(items) ** 0.5
             cells += [f"{100 * found['value']:.1f} ± {100 * found['stderr']:.1f}"]
             cells += ["–" if row is rows[0] else f"{100 * items.mean():+.1f} ± {100 * error:.1f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    facts = rows[0]["zero_shot"]
-    lines += [
+        body.append(cells)
+    lines = [
+        *markdown(head, body),
         "", f"- Model: {record['model']['id']}, {record['model']['dtype']}. {record['model']['note'] or ''}".rstrip(),
         f"- Device: {record['device']['name']}; {record['wall_seconds']:.0f} s for all rows; "
         f"torch {record['versions']['torch']}; {record['finished'][:10]}.",
-        "- Items: " + ", ".join(f"{task} {facts[task]['count']}" for task in tasks) + ". Differences are "
+        "- Items: " + ", ".join(f"{task} {facts['count']}" for task, facts in first.items()) + ". Differences are "
         "paired by item, ± their standard error. Weights and inputs quantized.",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -138,21 +139,21 @@ def tasks_page(record: dict[str, Any]) -> str:
 
 def linear_page(record: dict[str, Any]) -> str:
     """Times of scripts/bench_mor.py: one linear layer, forward and backward."""
-    lines = [
-        "| in = out | recipe | ms | low, high | times bf16's speed | target |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    head = ("in = out", "recipe", "ms", "low, high", "times bf16's speed", "target")
+    body = []
     for row in record["rows"]:
         if row.get("failed"):
-            lines.append(f"| {row['size']} | {row['recipe']} | not run | | | |")
+            body.append([row["size"], row["recipe"], "not run", "", "", ""])
             continue
         reached = {None: "", True: ", reached", False: ", missed"}[row["reached"]]
         target = "" if row["target"] is None else f"{row['target']:g}{reached}"
-        lines.append(
-            f"| {row['size']} | {row['recipe']} | {row['ms']:.3f} | {row['ms_low']:.3f}, "
-            f"{row['ms_high']:.3f} | {row['speedup']:.3f} | {target} |"
-        )
+        body.append([
+            row["size"], row["recipe"], f"{row['ms']:.3f}",
+            f"{row['ms_low']:.3f}, {row['ms_high']:.3f}", f"{row['speedup']:.3f}", target,
+        ])  # fmt: skip
     thread = "autograd's own" if record.get("engine_thread", True) else "the calling"
-    lines += [
+    lines = [
+        *markdown(head, body),
         "", f"- {record['device']}, torch {record['torch']}, {record['rows'][0]['tokens']} tokens, bf16; "
         f"backward passes in {thread} thread.",
     ]  # fmt: skip
@@ -160,25 +161,24 @@ def linear_page(record: dict[str, Any]) -> str:
 
 
 EXPORT_HEAD = (
-    "| model | target | layers a format | inputs | element_bits | quantized bytes | fake-quantized | files "
-    "| logits | largest difference | KL, nats/token |\n|---|---|---|---|---|---|---|---|---|---|---|"
-)
+    "model", "target", "layers a format", "inputs", "element_bits", "quantized bytes",
+    "fake-quantized", "files", "logits", "largest difference", "KL, nats/token",
+)  # fmt: skip
 
 
-def export_line(record: dict[str, Any]) -> str:
+def export_cells(record: dict[str, Any]) -> list[Any]:
     """One export: perplexity of the model in memory and of the files, as the loader measured it."""
     facts, (memory, files) = record["export"], record["results"]
     found = facts["verification"]
     profile = f", {facts['profile']}" if facts["profile"] else ""
     formats = ", ".join(f"{count} {name}" for name, count in sorted(facts["formats"].items()))
-    cells = [
+    return [
         record["model"]["id"], facts["target"] + profile, formats,
         "by the loader" if facts["inputs"] else "no", f"{memory['element_bits']:.4f}",
         f"{facts['bytes']['quantized_bytes']:,}", memory["perplexity"], files["perplexity"],
         "equal" if found["equal"] else "differ", f"{found['max_difference']:.4g}",
         f"{found['kl']:.3g}",
     ]  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def export_page(records: list[dict[str, Any]]) -> str:
@@ -205,7 +205,7 @@ def export_page(records: list[dict[str, Any]]) -> str:
         "Exported, loaded by the target's own loader in a fresh process, and measured there; formats "
         "drawn by chance, so perplexities say nothing of quality. Weights only, or with inputs that "
         "the loader quantizes by its own rule.", "",
-        EXPORT_HEAD, *map(export_line, records), "",
+        *markdown(EXPORT_HEAD, map(export_cells, records)), "",
         *(f"- {line}" for line in dict.fromkeys(lines)),
         f"- Versions: {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}; "
         f"{max(r['finished'] for r in records)[:10]}.",
@@ -226,53 +226,46 @@ def between(text: str, start: str, end: str, content: str) -> str:
     return f"{before}{start}\n\n{content}\n\n{end}{after}"
 
 
+def own_page(name: str, record: dict[str, Any]) -> dict[Path, str | bytes]:
+    """Path -> content of the page, and of the picture, of a record that has a page of its own."""
+    title, path = f"# {name.replace('_', ' ')}", RESULTS / f"{name}.md"
+    if "parts_us" in record:
+        return {path: f"{title}\n\n{linear_page(record)}\n"}
+    known = record.get("schema") == "dmx.record/1"
+    if not known or record["command"] not in ("compare", "evaluate", "search"):
+        return {}
+    if not record["requested"].get("eval", {}).get("perplexity", True):
+        return {path: f"{title}\n\n{tasks_page(record)}\n"}
+    made: dict[Path, str | bytes] = {}
+    text = f"{title}\n\n{conditions(record)}\n\n{table(record)}\n"
+    figure = pareto(group_rows(record["results"]), zoom=record["command"] == "compare")
+    if figure is not None:
+        made[RESULTS / f"{name}.png"] = png(figure)
+        text += f"\n![perplexity over bits]({name}.png)\n"
+    return made | {path: text}
+
+
 def outputs() -> dict[Path, str | bytes]:
     """Path -> content of everything that the records give."""
     made: dict[Path, str | bytes] = {}
     readme = (ROOT / "README.md").read_text()
-    exports, quality, trainings, nets = [], [], [], []
-    for path in sorted(RECORDS.glob("*.json")):
-        record = json.loads(path.read_text())
-        if record.get("command") == "export":
-            exports.append(record)
-        if record.get("command") == "train_mor":
-            trainings.append(record)
-        if "clean" in record:
-            nets.append(record)
-        if path.stem.startswith("quality_"):
-            quality.append(record)
-            continue
-        if "parts_us" in record:
-            title = path.stem.replace("_", " ")
-            made[RESULTS / f"{path.stem}.md"] = f"# {title}\n\n{linear_page(record)}\n"
-        if record.get("schema") != "dmx.record/1" or record["command"] not in (
-            "compare",
-            "evaluate",
-            "search",
-        ):
-            continue
-        name = path.stem
-        if not record["requested"].get("eval", {}).get("perplexity", True):
-            title = name.replace("_", " ")
-            made[RESULTS / f"{name}.md"] = f"# {title}\n\n{tasks_page(record)}\n"
-            continue
-        text = f"# {name.replace('_', ' ')}\n\n{conditions(record)}\n\n{table(record)}\n"
-        figure = pareto(group_rows(record["results"]), zoom=record["command"] == "compare")
-        if figure is not None:
-            made[RESULTS / f"{name}.png"] = png(figure)
-            text += f"\n![perplexity over bits]({name}.png)\n"
-        made[RESULTS / f"{name}.md"] = text
-        if name == README_RECORD:
-            found = f"{table(record)}\n\n{conditions(record)}"
-            readme = between(readme, START, END, found)
-    if exports:
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+    quality = [record for name, record in records.items() if name.startswith("quality_")]
+    for name, record in records.items():
+        if not name.startswith("quality_"):
+            made |= own_page(name, record)
+    if record := records.get(README_RECORD):
+        readme = between(readme, START, END, f"{table(record)}\n\n{conditions(record)}")
+    if exports := [r for r in records.values() if r.get("command") == "export"]:
         made[RESULTS / "export.md"] = export_page(exports)
     if quality:
         text, figure = quality_page(quality)
         made[RESULTS / "quality.md"] = text
-        readme = between(readme, BEST, BEST_END, "\n".join(overview(tested(quality))))
+        readme = between(readme, BEST, BEST_END, "\n".join(overview(pooled(quality))))
         if figure is not None:
             made[RESULTS / "quality.png"] = png(figure)
+    trainings = [r for r in records.values() if r.get("command") == "train_mor"]
+    nets = [r for r in records.values() if "clean" in r]
     if trainings or nets:
         text, figures = mor_page(trainings, nets)
         made[RESULTS / "mor.md"] = text

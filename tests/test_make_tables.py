@@ -80,8 +80,9 @@ def test_bars_say_met_or_missed(factor, verdict):
     assert f"≥ 3 % below: {verdict}" in text and f"≥ 2 % below: {verdict}" in text
     assert f"≤ 25.9: {verdict}" in text and f"≤ 25: {verdict}" in text
     assert f"% below: {other}" not in text
-    # Learned rotations have no heuristic beside them: neither met nor missed.
+    # Learned rotations have no heuristic beside them: neither met nor missed, but another's stands by.
     assert "≥ 2 % below: no heuristic" in text
+    assert "| – | – | kl_per_bit, hadamard_block: 27.27 | -" in text
 
 
 def test_bars_are_for_one_model_and_text_alone():

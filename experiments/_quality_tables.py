@@ -1,0 +1,195 @@
+"""Rows of all `quality_*` records by table and method, and the best heuristic of each.
+
+Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
+record differs from configs/search/exact.yaml; rows that differ in seed alone are one group. "Best
+heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
+rounding and budget; "any transform" leaves the transform open.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from experiments._results import Group, group_rows, paired_difference
+
+Record = Mapping[str, Any]
+
+EXACT = Path(__file__).resolve().parent.parent / "configs" / "search" / "exact.yaml"
+HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
+_SHARED = (
+    "family", "units", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
+    "score_batches", "polish_rounds", "polish_batches",
+)  # fmt: skip
+"""Settings that heuristics have too; the others belong to dMX alone."""
+_NEVER = (
+    "name", "seed", "operands", "transform", "transform_file", "allow_unsearched", "cuda_graph",
+    "gradient_checkpointing", "evaluate_every", "checkpoint_every",
+)  # fmt: skip
+"""Settings that stand in the table's title, or change no result."""
+BAR_MODEL, BAR_TEXT = "SmolLM2-135M", "wikitext2/test"
+"""What bars are for; weights and inputs, a choice for both."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What must be alike for rows to stand in one table."""
+
+    model: str
+    text: str
+    operands: str
+    is_separate: bool
+    transform: str
+    rounding: str
+
+    @property
+    def title(self) -> str:
+        separate = ", separate operands" if self.is_separate else ""
+        return (
+            f"{self.model}, {self.text}, {self.operands}{separate}: transform {self.transform}, "
+            f"rounding {self.rounding}"
+        )
+
+    @property
+    def has_bars(self) -> bool:
+        return (
+            self.model.startswith(BAR_MODEL) and self.text == BAR_TEXT
+            and self.operands == "W+A" and not self.is_separate
+        )  # fmt: skip
+
+
+def model_name(record: Record) -> str:
+    """A local folder by its last two parts."""
+    name = str(record["model"]["id"])
+    return "/".join(Path(name).parts[-2:]) if name.startswith("/") else name
+
+
+def text_name(record: Record) -> str:
+    found = record["data"]["evaluation"]
+    return str(found["source"] if found["name"] == "files" else found["name"])
+
+
+def base_settings(records: Iterable[Record]) -> dict[str, Any]:
+    """What methods are named against: exact.yaml, and what most records have where it is silent."""
+    found: dict[str, Counter[str]] = {}
+    for record in records:
+        for key, value in record["requested"]["search"].items():
+            found.setdefault(key, Counter())[json.dumps(value)] += 1
+    common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
+    exact: Any = OmegaConf.to_container(OmegaConf.load(EXACT))
+    return common | exact
+
+
+def variant(settings: Mapping[str, Any], base: Mapping[str, Any], kind: str) -> str:
+    """What differs from the base, among the settings that a search of this kind reads."""
+    rotation = settings.get("transform") == "learned"
+    named = []
+    for key, value in settings.items():
+        known = key in _SHARED or kind.startswith("differentiable")
+        idle = key.startswith("rotation") and not rotation
+        if key == "residual_block" and settings.get("transform") != "hadamard_full":
+            idle = True
+        if known and not idle and key not in _NEVER and value != base.get(key):
+            named.append(f"{key}={value:g}" if type(value) is float else f"{key}={value}")
+    return " ".join(named)
+
+
+def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
+    """Groups of all records by table; `label` is the method, `Group.operands` is left out."""
+    base = base_settings(records)
+    rows: dict[Table, list[dict[str, Any]]] = {}
+    for record in records:
+        for row in record["results"]:
+            if row.get("perplexity") is None:
+                continue
+            kind = row["search"] or ""
+            rounding = (row.get("rounding") or {}).get("name", "nearest")
+            table = Table(
+                model_name(record), text_name(record), row["operands"] or "",
+                row.get("choice_per") == "operand",
+                (row.get("transform") or {}).get("name", "none"), rounding,
+            )  # fmt: skip
+            settings = record["requested"]["search"]
+            extra = variant(settings, base, kind) if kind and kind != "uniform" else ""
+            label = row["label"] if not kind or kind == "uniform" else method(row)
+            rows.setdefault(table, []).append(
+                row | {"label": f"{label} {extra}".strip(), "operands": None}
+            )
+    return {table: group_rows(_once(found)) for table, found in rows.items()}
+
+
+def method(row: Mapping[str, Any]) -> str:
+    """A row's label without what stands in the table's title."""
+    kind = str(row["search"]).split("+")[0]
+    parts = ["dMX" if kind == "differentiable" else kind]
+    parts += [part for part in ("polish", "net") if f" + {part}" in row["label"]]
+    return " + ".join(parts)
+
+
+def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that several records measured alike (bf16, uniform formats) are kept once."""
+    seen: set[str] = set()
+    kept = []
+    for row in rows:
+        key = json.dumps([row["label"], row.get("budget"), row.get("seed"), row["nll"]])
+        if row["search"] in (None, "uniform") and key in seen:
+            continue
+        seen.add(key)
+        kept.append(row)
+    return kept
+
+
+def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
+    """Of the bare heuristics at the group's budget in its table."""
+    found = [
+        g for g in groups
+        if g.budget == group.budget and (g.search or "").split("+")[0] in HEURISTICS
+        and " + " not in g.label
+    ]  # fmt: skip
+    return min(found, key=mean_perplexity, default=None)
+
+
+def best_transformed(
+    table: Table, group: Group, tables: Mapping[Table, Sequence[Group]]
+) -> tuple[str, Group] | None:
+    """Transform and group of the best heuristic at the group's budget over the tables that differ
+    from its own in the transform alone."""
+    found = [
+        (other.transform, best)
+        for other, groups in tables.items()
+        if replace(other, transform=table.transform) == table
+        and (best := best_heuristic(group, groups)) is not None
+    ]
+    return min(found, key=lambda pair: mean_perplexity(pair[1]), default=None)
+
+
+def mean_perplexity(group: Group) -> float:
+    mean = group.statistic("perplexity").mean
+    assert mean is not None  # `pooled` leaves rows without it out
+    return mean
+
+
+def is_dmx(group: Group) -> bool:
+    return (group.search or "").startswith("differentiable")
+
+
+def percent(group: Group, reference: Group) -> float:
+    return 100 * (mean_perplexity(group) / mean_perplexity(reference) - 1)
+
+
+def percent_text(group: Group, reference: Group | None) -> str:
+    """Difference of mean perplexities, ± the paired standard error over windows with the scatter
+    of seeds."""
+    if reference is None or reference is group:
+        return "–"
+    noise = paired_difference(group, reference).noise
+    share = round(percent(group, reference), 1) + 0.0  # no -0.0
+    return f"{share:+.1f}" + ("" if noise is None else f" ± {100 * noise:.1f}")
+
+
+def is_validation(table: Table) -> bool:
+    return "valid" in table.text
