@@ -97,7 +97,12 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
 class Run:
     """One output folder: config.yaml first, rows as they are measured, record and report last."""
 
-    def __init__(self, cfg: DictConfig, config: RunConfig, command: str) -> None:
+    def __init__(
+        self, cfg: DictConfig, config: RunConfig, command: str,
+        report: Callable[[Path], object] = write_report,
+    ) -> None:  # fmt: skip
+        """report: writes report.html of a folder that has its record."""
+        self.report = report
         self.started = time.time()
         self.command = command
         if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -173,7 +178,7 @@ class Run:
         console.print(f"{self.folder} holds this run, finished; showing it again")
         record = read_record(self.folder)
         if not self.path("report.html").exists():  # stopped between the two, or deleted since
-            write_report(self.folder)
+            self.report(self.folder)
         self.rows = record["results"]
         self.show(record)
         return True
@@ -304,7 +309,7 @@ class Run:
             "warnings": self.warnings,
         } | self.facts
         write_json(self.path("record.json"), record)
-        write_report(self.folder)
+        self.report(self.folder)
         self.show(record)
         return record
 

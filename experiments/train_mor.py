@@ -21,10 +21,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 import mor
-from dmx.data import DataConfig, DataPair, encode, load_text
+from dmx.data import DataConfig, DataPair, check_window, encode, load_text
+from dmx.errors import DmxError
 from dmx.files import write_json
 from dmx.formats import check_choice
-from dmx.models import LoadedModel, ModelConfig, load_model
+from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
 from dmx.progress import progress
 from experiments._config import ConfigError, RunConfig, _defaults, build_root
 from experiments._report_training import (
@@ -37,7 +38,7 @@ from experiments._report_training import (
 from experiments._results import group_rows
 from experiments._run import Run, console, entry_point, tokens_sha256
 from mor.statistics import read_log
-from mor.training import TrainConfig, fresh_weights, train
+from mor.training import TrainConfig, check_training, fresh_weights, train
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,8 @@ class TrainMorRun:
             raise ConfigError(
                 "mor and seeds must name at least one recipe and seed: mor=[bf16,tensor] seeds=[0]"
             )
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ConfigError(f"seeds={self.seeds} names a seed twice. Name each once.")
         allowed = tuple(f.name for f in dataclasses.fields(mor.MorConfig))
         for name, fields in self.mor.items():
             for key in fields or ():
@@ -94,11 +97,34 @@ def main(cfg: DictConfig) -> None:
     config = build_root(TrainMorRun, cfg)
     device = config.run.torch_device()
     accelerator = Accelerator(mixed_precision=config.train.precision, cpu=device.type == "cpu")
+    _check(config, accelerator.device)
     with accelerator.main_process_first():
-        run = Run(cfg, config.run, "train_mor")
+        run = Run(cfg, config.run, "train_mor", write_training_report)
     with run:
         if not run.show_if_finished():
             _train(config, run, accelerator)
+
+
+def _check(config: TrainMorRun, device: torch.device) -> None:
+    """Refuse what follows from shapes alone, before weights load and before a folder is taken."""
+    meta = meta_model(config.model)
+    if config.architecture:
+        try:
+            with torch.device("meta"):
+                meta = fresh_weights(meta, 0, **config.architecture)
+        except DmxError:
+            raise
+        except Exception as error:  # whatever a library makes of values that fit no model
+            asked = ", ".join(f"{name}={value}" for name, value in config.architecture.items())
+            raise ConfigError(
+                f"architecture: {asked} gives no causal language model ({type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}). Change these fields, or leave them out."
+            ) from error
+    check_window(config.train.window, max_positions(meta.config))
+    for recipe in config.recipes.values():
+        check_training(meta, config.train, recipe, device)
+        if recipe is not None:
+            mor.restore_linears(mor.swap_linears(meta, recipe))
 
 
 def _train(config: TrainMorRun, run: Run, accelerator: Accelerator) -> None:
@@ -140,7 +166,6 @@ def _train(config: TrainMorRun, run: Run, accelerator: Accelerator) -> None:
     }
     run.facts["comparison"] = entries
     run.finish(seed=config.seeds[0] if len(config.seeds) == 1 else None, verdict=None)
-    write_training_report(run.folder)
     for entry in entries:
         console.print(comparison_text(entry), highlight=False)
 

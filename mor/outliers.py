@@ -26,6 +26,12 @@ def rescale_channels(
             slice_.mul_(factor)
 
 
+def check_outlier(model: nn.Module, mlp_name: str, channels: Sequence[int]) -> None:
+    """Raise what `rescale_channels` would; reads shapes only, so a meta model does."""
+    _projections(model, mlp_name)
+    list(_slices(model, mlp_name, channels, 0))
+
+
 def largest_channel(model: nn.Module, mlp_name: str) -> int:
     """Intermediate channel with the largest weight in up_proj."""
     up, _ = _projections(model, mlp_name)

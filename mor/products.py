@@ -36,7 +36,8 @@ def is_tensor_path(config: MorConfig) -> bool:
     return config.policy == "tensor" and config.partition == "tensor"
 
 
-def _uses_hardware(config: MorConfig, device: torch.device) -> bool:
+def uses_hardware(config: MorConfig, device: torch.device) -> bool:
+    """Whether accepted operands go through FP8 matrix products. MorError: they must and cannot."""
     available = fp8.has_fp8_products(device)
     if config.products == "real" and not available:
         raise MorError(
@@ -164,7 +165,7 @@ def _multiply(
     """a @ b.T and how it was executed."""
     if "bf16" in (a.format, b.format):
         return fp8.bf16_product(a.dense(), b.dense(), dtype), "bf16"
-    real = _uses_hardware(config, a.x.device) and fp8.fits_hardware(
+    real = uses_hardware(config, a.x.device) and fp8.fits_hardware(
         a.format, b.format, a.shape[0], b.shape[0], a.shape[1]
     )
     if not real:

@@ -9,6 +9,7 @@ counting never waits for the device: `MorLogger` reads all layers of many steps 
 import functools
 import itertools
 import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,19 @@ def reset_stats(model: nn.Module) -> None:
         state.device = None
 
 
+def cut_torn_line(path: Path) -> bool:
+    """Take away the last line of a log if a kill left only part of it; whether lines remain.
+
+    Its step comes after the last checkpoint, so a resumed run writes it again.
+    """
+    if not path.exists():
+        return False
+    whole = path.read_bytes().rfind(b"\n") + 1
+    if whole < path.stat().st_size:
+        os.truncate(path, whole)
+    return whole > 0
+
+
 class MorLogger:
     """Writes one JSON line a step, `flush_every` steps at a time.
 
@@ -314,7 +328,7 @@ class MorLogger:
         self._steps: list[int] = []
         self._pending: list[tuple[np.ndarray, Tensor | None]] = []
         self._last = read_counters(self.states)
-        if not self.path.exists():
+        if not cut_torn_line(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             header = {"schema": "mor.log/1", "layers": list(self.states), "operands": OPERANDS}
             self.path.write_text(json.dumps(header) + "\n")

@@ -47,6 +47,11 @@ def swap_linears(
         chosen = _matching(linears, include, "include")
     chosen -= _matching(linears, exclude, "exclude")
     if not chosen:
+        if include is None and not exclude:
+            raise MorError(
+                "MoR has nothing to replace: the model has no nn.Linear beside its output embedding. "
+                "Use a model with linear layers, or none of MoR (mor=[bf16])."
+            )
         raise MorError(
             f"include={include!r} and exclude={exclude!r} leave no linear layer of "
             f"{len(linears)}; loosen them"

@@ -27,8 +27,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mor._base import write_atomic
 from mor.config import MorConfig, MorError
-from mor.outliers import FrozenChannels, largest_channel, rescale_channels
-from mor.statistics import MorLogger
+from mor.outliers import FrozenChannels, check_outlier, largest_channel, rescale_channels
+from mor.products import uses_hardware
+from mor.statistics import MorLogger, cut_torn_line
 from mor.swap import decision_state, load_decision_state, swap_linears
 
 CHECKPOINT = "checkpoint.pt"
@@ -169,6 +170,8 @@ class _Log:
 
     def __init__(self, path: Path, every: int, active: bool) -> None:
         self.path, self.every, self.active = path, every, active
+        if active:
+            cut_torn_line(path)
         self.rows: list[dict[str, Any]] = []
 
     def add(self, row: dict[str, Any]) -> None:
@@ -234,6 +237,15 @@ def train(
         raise MorError(
             f"train.batch_size={config.batch_size} is no multiple of the {processes} processes"
         )
+    if config.outlier.step >= steps:
+        raise MorError(
+            f"train.outlier.step={config.outlier.step} is never reached: the run has {steps} steps, "
+            "the first is 0. Use an earlier one, more steps, or -1 for no outlier."
+        )
+    check_training(model, config, mor_config, accelerator.device)
+    if accelerator.is_main_process:
+        for stale in folder.glob(f".{CHECKPOINT}.*.tmp"):  # of a kill while it was written
+            stale.unlink(missing_ok=True)
     if mor_config is not None:
         swap_linears(model, mor_config)
     if config.activation_checkpointing:
@@ -277,6 +289,21 @@ def train(
         losses = run.validate(validation)
     tokens = steps * config.batch_size * train_windows.shape[1]
     return TrainResult(steps, tokens, losses, seconds)
+
+
+def check_training(
+    model: nn.Module, config: TrainConfig, mor_config: MorConfig | None, device: torch.device
+) -> None:
+    """Raise MorError for settings that fail only when they are first used; reads shapes only.
+
+    Args:
+        model: may be on the meta device, with plain linear layers.
+        device: where it will be trained.
+    """
+    if config.outlier.step >= 0:
+        check_outlier(model, config.outlier.layer, config.outlier.channels)
+    if mor_config is not None:
+        uses_hardware(mor_config, device)
 
 
 def _enable_activation_checkpointing(model: nn.Module) -> None:
@@ -390,7 +417,13 @@ class _TrainingRun:
         """Step to go on with, seconds spent so far."""
         if not self.path.exists():
             return 0, 0.0
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise MorError(
+                f"{self.path} is damaged ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}). Delete it to train from the start."
+            ) from error
         if state["identity"] != self.identity or (state["mor"] is None) == self.has_mor:
             raise MorError(
                 f"{self.path} is the checkpoint of another run ({state['identity']}, asked "

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
@@ -15,7 +16,7 @@ from dmx.errors import DmxError
 from experiments._config import build_root
 from experiments._report_training import comparison, comparison_text, fallback_map
 from experiments._results import group_rows
-from experiments.train_mor import TrainMorRun
+from experiments.train_mor import TrainMorRun, _check
 from mor.statistics import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,6 +61,7 @@ def test_trains_every_recipe_and_reports(tmp_path):
         ("train.lr=fast", "train.lr='fast' has the wrong type"),
         ("train.lrr=1", "lrr"),
         ("seeds=[]", "at least one recipe and seed"),
+        ("seeds=[0,1,0]", "seeds=[0, 1, 0] names a seed twice"),
     ],
 )
 def test_settings_are_checked_before_anything_is_loaded(argument, words):
@@ -70,6 +72,36 @@ def test_settings_are_checked_before_anything_is_loaded(argument, words):
         with pytest.raises((DmxError, ConfigCompositionException)) as caught:
             build_root(TrainMorRun, compose("train_mor", [argument]))
     assert words in f"{caught.value} {caught.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["+mor.tensor.products=real"], "mor.products=real"),
+        (["train.outlier.step=1", "train.outlier.layer=mlp"], "outlier.layer='mlp' is no MLP"),
+        (["train.outlier.step=1", "train.outlier.channels=[128]"], "128 is out of range"),
+        (["train.window=4096"], "window=4096 is longer than the model's 2048 positions"),
+        (["+architecture.model_type=clip"], "model_type=clip gives no causal language model"),
+        (["+architecture.num_hidden_layers=two"], "num_hidden_layers=two gives no causal"),
+        (["+architecture.num_hidden_layers=0"], "MoR has nothing to replace"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused_before_the_first_recipe(arguments, words):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = build_root(TrainMorRun, compose("train_mor", arguments))
+    with pytest.raises(DmxError) as caught:
+        _check(config, torch.device("cpu"))
+    assert words in str(caught.value)
+
+
+def test_a_run_killed_before_its_report_writes_it(tmp_path):
+    arguments = ("mor=[bf16]", f"run.folder={tmp_path / 'run'}", *SMALL)
+    assert train_mor(*arguments).returncode == 0
+    page = (tmp_path / "run" / "report.html").read_bytes()
+    (tmp_path / "run" / "report.html").unlink()
+    assert train_mor(*arguments).returncode == 0
+    assert b"Training with MoR" in page
+    assert b"Training with MoR" in (tmp_path / "run" / "report.html").read_bytes()
 
 
 def test_every_recipe_file_composes():

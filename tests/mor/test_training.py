@@ -103,6 +103,36 @@ def test_a_run_that_died_ends_with_the_same_numbers(tiny_random, tmp_path, recip
         assert read_log(tmp_path / "died/mor.jsonl") == read_log(tmp_path / "whole/mor.jsonl")
 
 
+def test_what_a_kill_tore_is_cut_off_and_written_again(tiny_random, tmp_path):
+    _, whole = run(tiny_random.model, tmp_path / "whole")
+    folder = tmp_path / "torn"
+    run(tiny_random.model, folder)
+    (folder / CHECKPOINT).unlink()
+    stale = folder / f".{CHECKPOINT}.abc.tmp"
+    stale.write_text("half")
+    for name, kept in (("train", -20), ("validation", -3), ("mor", 40)):  # of mor half the header
+        log = folder / f"{name}.jsonl"
+        log.write_bytes(log.read_bytes()[:kept])
+    _, again = run(tiny_random.model, folder)
+    assert torch.equal(again.window_nll, whole.window_nll) and not stale.exists()
+    for name in ("train", "validation"):
+        rows, expected = (read_rows(f / f"{name}.jsonl") for f in (folder, tmp_path / "whole"))
+        assert [r["loss"] for r in rows] == [r["loss"] for r in expected]
+    assert read_log(folder / "mor.jsonl") == read_log(tmp_path / "whole" / "mor.jsonl")
+
+
+def test_a_damaged_checkpoint_is_named(tiny_random, tmp_path):
+    (tmp_path / CHECKPOINT).write_bytes(b"PK half")
+    with pytest.raises(MorError, match=r"checkpoint\.pt is damaged .* Delete it"):
+        run(tiny_random.model, tmp_path)
+
+
+def test_an_outlier_after_the_last_step_is_refused(tiny_random, tmp_path):
+    config = settings(outlier=OutlierConfig(step=100))
+    with pytest.raises(MorError, match=r"train\.outlier\.step=100 is never reached"):
+        run(tiny_random.model, tmp_path, config=config)
+
+
 def test_a_finished_run_is_read_back(tiny_random, tmp_path):
     _, first = run(tiny_random.model, tmp_path)
     _, second = run(tiny_random.model, tmp_path)
