@@ -14,12 +14,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import nn
 
-from dmx.budget import OPERANDS, Budget, Operand, SearchSpace, linear_layers
+from dmx.budget import OPERANDS, Budget, Operand, SearchSpace, Units, linear_layers
 from dmx.errors import AssignmentError, FormatError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
@@ -234,8 +234,8 @@ class Assignment:
                 raise refuse(f"{kind} is {body[kind]!r}: {why}")
         if not all(isinstance(layer, str) for layer in body["unquantized"]):
             raise refuse("unquantized must hold layer names")
-        if body["units"] not in ("fused", "layer"):
-            raise refuse(f"units {body['units']!r}, allowed: fused, layer")
+        if body["units"] not in get_args(Units):
+            raise refuse(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
         assignment = cls(
             **{k: body[k] for k in _FIELDS}
             | {

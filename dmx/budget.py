@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from torch import nn
@@ -43,7 +43,7 @@ Units = Literal["fused", "layer"]
 Weighting = Literal["elements", "layers"]
 Operands = Literal["joint", "separate"]
 Operand = Literal["weight", "input"]
-OPERANDS: tuple[Operand, ...] = ("weight", "input")
+OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
 
 @dataclass
@@ -269,9 +269,9 @@ def build_space(
         ModelError: nothing to search, or a pattern that matches no layer.
         FormatError: unknown units, weighting, operands or format.
     """
-    check_choice(units, ("fused", "layer"), "search.units")
-    check_choice(weighting, ("elements", "layers"), "search.weighting")
-    check_choice(operands, ("joint", "separate"), "search.operands")
+    check_choice(units, get_args(Units), "search.units")
+    check_choice(weighting, get_args(Weighting), "search.weighting")
+    check_choice(operands, get_args(Operands), "search.operands")
     linears = linear_layers(model)
     names = list(linears)
     excluded = match_layers(exclude, names, "search.exclude")
@@ -302,6 +302,31 @@ def build_space(
             "Loosen search.exclude or search.fixed, or choose another model."
         )
 
+    built = _joint_units(linears, searched, units, weighting)
+    if operands == "separate":
+        built = [
+            replace(unit, name=f"{unit.name}:{operand}", operands=(operand,))
+            for unit in built
+            for operand in OPERANDS
+        ]
+    # A weight that a searched layer shares is counted there.
+    sizes = own_elements(linears, [*searched, *fixed_formats])
+    return SearchSpace(
+        units=tuple(built),
+        formats=tuple(formats),
+        granularity=units,
+        shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in sizes},
+        fixed=fixed_formats,
+        fixed_elements={n: sizes[n] for n in fixed_formats},
+        unquantized=tuple(unquantized),
+        weighting=weighting,
+        model_elements=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _joint_units(
+    linears: Mapping[str, nn.Linear], searched: Sequence[str], units: Units, weighting: Weighting
+) -> list[Unit]:
     # Layers that share one weight must share one choice, and the weight counts once.
     owner: dict[int, str] = {}
     groups: dict[str, list[str]] = {}
@@ -309,14 +334,9 @@ def build_space(
         group = fused_group(name) if units == "fused" else name
         group = owner.setdefault(id(linears[name].weight), group)
         groups.setdefault(group, []).append(name)
-
-    def elements(layer_names: Sequence[str]) -> int:
-        unique = {id(linears[n].weight): linears[n].weight.numel() for n in layer_names}
-        return sum(unique.values())
-
     built = []
     for group, members in groups.items():
-        size = elements(members)
+        size = sum(own_elements(linears, members).values())
         built.append(
             Unit(
                 name=group if len(members) > 1 else members[0],
@@ -325,26 +345,7 @@ def build_space(
                 weight=size if weighting == "elements" else len(members),
             )
         )
-    if operands == "separate":
-        built = [
-            replace(unit, name=f"{unit.name}:{operand}", operands=(operand,))
-            for unit in built
-            for operand in OPERANDS
-        ]
-    quantized = {*searched, *fixed_formats}
-    # A weight that a searched layer shares is counted there.
-    sizes = own_elements(linears, [*searched, *fixed_formats])
-    return SearchSpace(
-        units=tuple(built),
-        formats=tuple(formats),
-        granularity=units,
-        shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in quantized},
-        fixed=fixed_formats,
-        fixed_elements={n: sizes[n] for n in fixed_formats},
-        unquantized=tuple(unquantized),
-        weighting=weighting,
-        model_elements=sum(p.numel() for p in model.parameters()),
-    )
+    return built
 
 
 def project(

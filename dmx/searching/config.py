@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from dmx.budget import Operands, Units, Weighting
 from dmx.errors import DmxError, FormatError
@@ -122,9 +122,9 @@ class SearchConfig:
     def __post_init__(self) -> None:
         check_choice(self.name, SEARCHES, "search.name")
         get_family(self.family)
-        check_choice(self.units, ("fused", "layer"), "search.units")
-        check_choice(self.operands, ("joint", "separate"), "search.operands")
-        check_choice(self.weighting, ("elements", "layers"), "search.weighting")
+        check_choice(self.units, get_args(Units), "search.units")
+        check_choice(self.operands, get_args(Operands), "search.operands")
+        check_choice(self.weighting, get_args(Weighting), "search.weighting")
         check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")
         check_choice(self.penalty, PENALTIES, "search.penalty")

@@ -16,6 +16,7 @@ from mor import MorConfig, MorError, MorLinear, fp8, products
 from mor.policy import round_to_bf16
 from mor.statistics import EXECUTIONS, OPERANDS
 from tests.golden import assert_same_bits
+from tests.mor.conftest import normal
 
 CONFIGS = {
     "tensor": MorConfig(),
@@ -37,10 +38,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.up(x)))
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def run(model: nn.Module, x: Tensor, seed: int = 9) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ import mor
 from mor import MorConfig, MorError
 from mor.policy import round_to_bf16
 from tests.golden import assert_same_bits
+from tests.mor.conftest import normal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POLICIES = {
@@ -31,10 +32,6 @@ POLICIES = {
 }
 every_policy = pytest.mark.parametrize("config", POLICIES.values(), ids=POLICIES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def names(result: mor.MorTensor) -> set[str]:

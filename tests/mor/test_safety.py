@@ -15,10 +15,7 @@ from mor import MorError, SafetyNet
 from mor.outliers import rescale_channels
 from mor.safety import GuardedQuantizer
 from tests.golden import assert_same_bits
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.mor.conftest import normal
 
 
 def uniform(model, name="mxfp6_e2m3"):
