@@ -16,7 +16,7 @@ _CELL_MARKS = {
     "mxfp4": "4", "mxfp6_e2m3": "6", "mxfp6_e3m2": "6r",
     "mxfp8_e4m3": "8", "mxfp8_e5m2": "8r", "bf16": "16",
 }  # fmt: skip
-_PROJECTIONS = {
+PROJECTIONS = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
     "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
 }  # fmt: skip
@@ -29,7 +29,7 @@ def locate(layer: str) -> tuple[str, int | None, str]:
     """(stack, block, projection) of a layer name; `model.layers.3.mlp.up_proj` -> ("model.layers",
     3, "up")."""
     parts = layer.split(".")
-    leaf = _PROJECTIONS.get(parts[-1], parts[-1])
+    leaf = PROJECTIONS.get(parts[-1], parts[-1])
     index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if index is None:
         return "", None, leaf
@@ -64,7 +64,7 @@ def format_map(formats: Mapping[str, str]) -> Html:
     """
     cells: dict[tuple[str, int | None], dict[str, list[tuple[str, str]]]] = {}
     leaves = Counter(locate(layer)[2] for layer in formats)
-    known = [leaf for leaf in _PROJECTIONS.values() if leaf in leaves]
+    known = [leaf for leaf in PROJECTIONS.values() if leaf in leaves]
     extra = [leaf for leaf in leaves if leaf not in known]
     shown = known + extra[:_MAX_OTHER_COLUMNS]
     columns = shown + ([_OTHER] if len(extra) > _MAX_OTHER_COLUMNS else [])

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from experiments import _plots
 from experiments._markdown import markdown, met
 from experiments._page_net import curve_table, safety_curve, safety_lines
+from experiments._reading import Record
 from experiments._report_training import (
     _COLOURS,
     TOLERANCE,
@@ -24,8 +25,6 @@ from experiments._report_training import (
 )
 from experiments._results import Group, group_rows, number_text, spread_text
 from mor.statistics import OPERANDS
-
-Record = Mapping[str, Any]
 
 ASKED_RECIPE, LEAST_FP8_SHARE = "tensor", 0.95
 """Share of the decisions for FP8 that this recipe is to reach, for every operand."""

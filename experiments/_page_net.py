@@ -8,9 +8,8 @@ from matplotlib.figure import Figure
 
 from experiments import _plots
 from experiments._markdown import markdown, met
+from experiments._reading import Record
 from experiments._report_training import _COLOURS
-
-Record = Mapping[str, Any]
 
 LARGEST_RATE, LARGEST_RATIO = 0.02, 1.0005
 """On clean data: share of tensors that fall back, and perplexity with the net over without."""

@@ -7,12 +7,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments._maps import PROJECTIONS
 from experiments._markdown import markdown, met
 from experiments._plots import pareto
 from experiments._quality_tables import (
     BAR_MODEL,
     BAR_TEXT,
-    Record,
     Table,
     base_settings,
     best_heuristic,
@@ -26,9 +26,9 @@ from experiments._quality_tables import (
     pooled,
     text_name,
 )
+from experiments._reading import Record
 from experiments._results import Group, number_text, spread_text
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 _STATED = (
     "family", "units", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
     "lr_schedule", "momentum", "start",
@@ -54,9 +54,7 @@ def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             against = "no heuristic" if best is None else percent_text(group, best)
             seconds = group.statistic("search_seconds").mean
             rows.append([
-                table.transform + ("" if table.rounding == "nearest" else f", {table.rounding}")
-                + (", separate operands" if table.is_separate else ""),
-                group.label, f"≤ {group.budget[0]:g}", len(group.rows),
+                table.setting, group.label, f"≤ {group.budget[0]:g}", len(group.rows),
                 spread_text(group.statistic("perplexity")), against,
                 "–" if seconds is None else f"{seconds:.0f}",
             ])  # fmt: skip
@@ -187,14 +185,18 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                 shares = [
                     sum(_share_high(c.get(side, c["weight"]).get(p, {})) for c in counts)
                     / len(counts)
-                    for p in PROJECTIONS
+                    for p in PROJECTIONS.values()
                 ]
                 rows.append([
-                    table.model, f"{table.transform}, separate operands" if table.is_separate else table.transform, group.label,
+                    table.model, table.setting, group.label,
                     f"≤ {group.budget[0]:g}" + (f", {side}s" if len(sides) > 1 else ""),
                     *(f"{100 * share:.0f}" for share in shares),
                 ])  # fmt: skip
-    return markdown(("model", "transform", "method", "budget", *PROJECTIONS), rows) if rows else []
+    return (
+        markdown(("model", "transform", "method", "budget", *PROJECTIONS.values()), rows)
+        if rows
+        else []
+    )
 
 
 def _share_high(formats: Mapping[str, int]) -> float:

@@ -15,9 +15,8 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from experiments._reading import Record
 from experiments._results import Group, group_rows, paired_difference
-
-Record = Mapping[str, Any]
 
 EXACT = Path(__file__).resolve().parent.parent / "configs" / "search" / "exact.yaml"
 HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
@@ -53,6 +52,12 @@ class Table:
             f"{self.model}, {self.text}, {self.operands}{separate}: transform {self.transform}, "
             f"rounding {self.rounding}"
         )
+
+    @property
+    def setting(self) -> str:
+        """The transform, and what is not usual besides."""
+        parts = [self.transform, *([] if self.rounding == "nearest" else [self.rounding])]
+        return ", ".join([*parts, *(["separate operands"] if self.is_separate else [])])
 
     @property
     def has_bars(self) -> bool:
