@@ -192,11 +192,8 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                     f"≤ {group.budget[0]:g}" + (f", {side}s" if len(sides) > 1 else ""),
                     *(f"{100 * share:.0f}" for share in shares),
                 ])  # fmt: skip
-    return (
-        markdown(("model", "transform", "method", "budget", *PROJECTIONS.values()), rows)
-        if rows
-        else []
-    )
+    head = ("model", "transform", "method", "budget", *PROJECTIONS.values())
+    return markdown(head, rows) if rows else []
 
 
 def _share_high(formats: Mapping[str, int]) -> float:
