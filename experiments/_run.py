@@ -207,9 +207,12 @@ class Run:
 
     # --- rows ----------------------------------------------------------------------------------
 
+    def row_path(self, key: str) -> Path:
+        return self.path("rows") / f"{key}.json"
+
     def row(self, key: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The row `key` of this run: read back if an earlier start measured it, else made."""
-        path = self.path("rows") / f"{key}.json"
+        path = self.row_path(key)
         if path.exists():
             try:
                 row: dict[str, Any] = json.loads(path.read_text())

@@ -156,7 +156,10 @@ def _train(config: TrainMorRun, run: Run, accelerator: Accelerator) -> None:
     for seed in config.seeds:
         for name in config.recipes:
             make = partial(_trained, run, config, loaded, windows, accelerator, name, seed)
-            run.row(f"{name}-{seed}", make)
+            if accelerator.is_main_process:
+                run.row(f"{name}-{seed}", make)
+            elif not run.row_path(f"{name}-{seed}").exists():
+                make()  # takes part; its row has the counts of its own share of the batches
     if not accelerator.is_main_process:
         return
     entries = comparison(group_rows(run.rows))
@@ -212,7 +215,8 @@ def _trained(
     if config.recipes[recipe] is None:
         return row | {"fp8_tensor_share": None, "fp8_tensor_share_reason": "no MoR in this recipe"}
     statistics = mor.stats(model)
-    write_json(folder / "stats.json", statistics)
+    if accelerator.is_main_process:
+        write_json(folder / "stats.json", statistics)
     if config.train.outlier.step >= 0:
         header, log = read_log(folder / "mor.jsonl")
         row["fallback_digits"] = fallback_digits(header["layers"], log)

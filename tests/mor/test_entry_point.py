@@ -151,3 +151,19 @@ def test_columns_of_a_map_stand_at_their_steps():
     log = [{"step": i, "elements_bf16": [[0.0] * 6]} for i in (0, 10, 20, 22, 24)]
     mesh = fallback_map(["a"], log).axes[0].collections[0]
     assert mesh.get_coordinates()[0, :, 0].tolist() == [-0.5, 9.5, 19.5, 21.5, 23.5, 25.5]
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_main_one_writes_the_rows(tmp_path):
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         "-m", "experiments.train_mor", "mor=[tensor]", f"run.folder={folder}", *SMALL],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((folder / "record.json").read_text())
+    row = json.loads((folder / "rows" / "tensor-0.json").read_text())
+    stats = json.loads((folder / "tensor-0" / "stats.json").read_text())
+    assert record["actual"]["processes"] == 2
+    assert record["results"] == [row] and row["operands_mor"] == stats["operands"]
