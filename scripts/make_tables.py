@@ -9,6 +9,8 @@ import argparse
 import io
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from dmx.errors import DmxError  # noqa: E402
 from experiments._markdown import markdown  # noqa: E402
 from experiments._page_mor import mor_page  # noqa: E402
 from experiments._page_quality import overview, quality_page  # noqa: E402
@@ -221,6 +224,11 @@ def png(figure: Figure) -> bytes:
 
 def between(text: str, start: str, end: str, content: str) -> str:
     """The text with other content between its two marks."""
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+        raise DmxError(
+            f"README.md must hold {start} once and {end} once after it: what stands between them is "
+            "replaced. Put both back."
+        )
     before, _, rest = text.partition(start)
     _, _, after = rest.partition(end)
     return f"{before}{start}\n\n{content}\n\n{end}{after}"
@@ -245,29 +253,59 @@ def own_page(name: str, record: dict[str, Any]) -> dict[Path, str | bytes]:
     return made | {path: text}
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises DmxError for a file that holds no JSON object."""
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise DmxError(
+            f"{path} is damaged ({error}). Make the record again, or delete it."
+        ) from error
+    if not isinstance(record, dict):
+        raise DmxError(f"{path} is no record: a JSON object is asked for. Delete it.")
+    return record
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """Raise DmxError for a record that lacks what its page shows."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DmxError(
+            f"{where}: a record lacks what its page shows ({type(error).__name__}: {error}). Make it "
+            "again with this version, or delete it."
+        ) from error
+
+
 def outputs() -> dict[Path, str | bytes]:
     """Path -> content of everything that the records give."""
     made: dict[Path, str | bytes] = {}
     readme = (ROOT / "README.md").read_text()
-    records = {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+    records = {path.stem: read_json(path) for path in sorted(RECORDS.glob("*.json"))}
     quality = [record for name, record in records.items() if name.startswith("quality_")]
     for name, record in records.items():
         if not name.startswith("quality_"):
-            made |= own_page(name, record)
+            with told_of(f"{RECORDS / name}.json"):
+                made |= own_page(name, record)
     if record := records.get(README_RECORD):
         readme = between(readme, START, END, f"{table(record)}\n\n{conditions(record)}")
     if exports := [r for r in records.values() if r.get("command") == "export"]:
-        made[RESULTS / "export.md"] = export_page(exports)
+        with told_of(f"{RECORDS}, records of exports"):
+            made[RESULTS / "export.md"] = export_page(exports)
     if quality:
-        text, figure = quality_page(quality)
+        with told_of(f"{RECORDS}/quality_*.json"):
+            text, figure = quality_page(quality)
+            best = "\n".join(overview(pooled(quality)))
         made[RESULTS / "quality.md"] = text
-        readme = between(readme, BEST, BEST_END, "\n".join(overview(pooled(quality))))
+        readme = between(readme, BEST, BEST_END, best)
         if figure is not None:
             made[RESULTS / "quality.png"] = png(figure)
     trainings = [r for r in records.values() if r.get("command") == "train_mor"]
     nets = [r for r in records.values() if "clean" in r]
     if trainings or nets:
-        text, figures = mor_page(trainings, nets)
+        with told_of(f"{RECORDS}, records of train_mor and safety_net"):
+            text, figures = mor_page(trainings, nets)
         made[RESULTS / "mor.md"] = text
         made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
     return made | {ROOT / "README.md": readme}
@@ -280,7 +318,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     wrong = []
-    for path, content in outputs().items():
+    try:
+        made = outputs()
+    except DmxError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for path, content in made.items():
         if isinstance(content, bytes):
             same = path.exists() and (check or path.read_bytes() == content)
         else:

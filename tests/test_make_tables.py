@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dmx.errors import DmxError
 from experiments._maps import format_counts
 from experiments._page_mor import fell_back, mor_page
 from experiments._page_quality import quality_page
@@ -45,6 +46,37 @@ def make_tables(monkeypatch):
 def test_committed_pages_are_what_the_records_give(make_tables, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make_tables.py", "--check"])
     assert make_tables.main() == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("x", "{", "x.json is damaged"),
+        ("x", "[]", "x.json is no record"),
+        ("x", '{"schema": "dmx.record/1"}', "x.json: a record lacks what its page shows"),
+        ("quality_x", "{}", "quality_*.json: a record lacks"),
+    ],
+)
+def test_a_record_that_is_none_is_named_and_nothing_written(
+    make_tables, tmp_path, monkeypatch, capsys, name, text, words
+):
+    results = tmp_path / "docs" / "results"
+    monkeypatch.setattr(make_tables, "ROOT", tmp_path)
+    monkeypatch.setattr(make_tables, "RESULTS", results)
+    monkeypatch.setattr(make_tables, "RECORDS", results / "records")
+    monkeypatch.setattr("sys.argv", ["make_tables.py"])
+    (results / "records").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("nothing of tables")
+    (results / "records" / f"{name}.json").write_text(text)
+    assert make_tables.main() == 2
+    assert words in capsys.readouterr().err
+    assert not list(results.glob("*.md"))
+
+
+def test_a_readme_without_its_marks_loses_nothing(make_tables):
+    text = f"{make_tables.START}\nold\nthe rest of the page"
+    with pytest.raises(DmxError, match="end of results"):
+        make_tables.between(text, make_tables.START, make_tables.END, "new")
 
 
 def test_records_stay_small_and_name_no_machine_path():
