@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 import mor
 from dmx.data import DataConfig, DataPair, check_window, encode, load_text
-from dmx.errors import DmxError
+from dmx.errors import DmxError, RunError
 from dmx.files import write_json
 from dmx.formats import check_choice
 from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
@@ -231,11 +231,18 @@ def _save_model(model: Any, loaded: LoadedModel, folder: Path) -> None:
     """Weights, config and tokenizer; the folder appears when it is whole."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    # State dicts of MorLinear and nn.Linear are alike, so the layers can stay what they are.
-    model.save_pretrained(part)
-    loaded.tokenizer.save_pretrained(part)
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    try:
+        # State dicts of MorLinear and nn.Linear are alike, so the layers can stay what they are.
+        model.save_pretrained(part)
+        loaded.tokenizer.save_pretrained(part)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    except OSError as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise RunError(
+            f"save_models=true: cannot write {folder} ({error.strerror or error}). Make room, or take "
+            "away what stands there; the same command goes on from the last step."
+        ) from error
 
 
 if __name__ == "__main__":

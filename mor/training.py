@@ -100,6 +100,12 @@ class TrainConfig:
         for name in ("warmup_share", "final_lr_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise MorError(f"train.{name}={getattr(self, name)} must lie between 0 and 1")
+        if not self.weight_decay >= 0:
+            raise MorError(f"train.weight_decay={self.weight_decay} must be at least 0")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise MorError(
+                f"train.betas={list(self.betas)} must be two numbers from 0 to below 1, as [0.9, 0.95]"
+            )
         if self.precision not in ("bf16", "no"):
             raise MorError(f"train.precision={self.precision!r} is not allowed. Allowed: bf16, no.")
 

@@ -12,11 +12,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
-from dmx.errors import DmxError
+from dmx.errors import DmxError, RunError
 from experiments._config import build_root
 from experiments._report_training import comparison, comparison_text, fallback_map
 from experiments._results import group_rows
-from experiments.train_mor import TrainMorRun, _check
+from experiments.train_mor import TrainMorRun, _check, _save_model
 from mor.statistics import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,6 +92,13 @@ def test_what_does_not_fit_the_model_is_refused_before_the_first_recipe(argument
     with pytest.raises(DmxError) as caught:
         _check(config, torch.device("cpu"))
     assert words in str(caught.value)
+
+
+def test_a_model_that_cannot_be_written_leaves_no_half_of_it(tiny_random, tmp_path):
+    (tmp_path / "model").write_text("a file where the folder should be")
+    with pytest.raises(RunError, match="save_models=true: cannot write"):
+        _save_model(tiny_random.model, tiny_random, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_run_killed_before_its_report_writes_it(tmp_path):

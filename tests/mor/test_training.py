@@ -233,6 +233,9 @@ def test_fresh_weights_follow_the_seed_and_the_architecture(tiny_random):
         ({"epochs": math.nan}, "train.epochs=nan must be > 0"),
         ({"warmup_share": 2.0}, "between 0 and 1"),
         ({"precision": "fp16"}, "Allowed: bf16, no"),
+        ({"betas": [0.9]}, "train.betas=[0.9] must be two numbers"),
+        ({"betas": [0.9, 1.0]}, "train.betas=[0.9, 1.0] must be two numbers"),
+        ({"weight_decay": -0.1}, "train.weight_decay=-0.1 must be at least 0"),
     ],
 )
 def test_impossible_settings_are_refused(changes, words):
