@@ -163,7 +163,7 @@ def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> Mor
         from mor.kernels import triton_blocks
 
         size = shape.of(matrix)
-        if triton_blocks.fits(*size):
+        if triton_blocks.fits(*size, matrix.shape[1]):
             found = triton_blocks.quantize_blocks(
                 matrix, *size, e5m2_range=E5M2_RANGE,
                 three_way=config.policy == "block_three_way", frozen=frozen,

@@ -21,6 +21,8 @@ _CHUNK = 4096
 """Elements that a program holds at a time."""
 LARGEST_BLOCK = 1 << 17
 """Elements of a block that one program still does in good time."""
+_LARGEST_GRID_COLUMNS = 65535
+"""CUDA's limit of a grid's second axis."""
 E4M3, E5M2, BF16 = (tl.constexpr(FORMATS.index(name)) for name in ("e4m3", "e5m2", "bf16"))
 LARGEST_BF16_IN_FP16 = tl.constexpr(65280.0)
 
@@ -168,10 +170,14 @@ def _block_kernel(
         tl.store(values_ptr + at, y.to(raw.dtype), mask=mask)
 
 
-def fits(block_rows: int, block_columns: int) -> bool:
-    """Whether the kernels do blocks of this size; larger ones are left to the reference."""
+def fits(block_rows: int, block_columns: int, columns: int) -> bool:
+    """Whether the kernels do blocks of this size on so many columns; larger blocks, and more of
+    them side by side than a grid takes, are left to the reference."""
     width = triton.next_power_of_2(block_columns)
-    return width <= _CHUNK and block_rows * width <= LARGEST_BLOCK
+    across = -(-columns // block_columns)
+    return (
+        width <= _CHUNK and block_rows * width <= LARGEST_BLOCK and across <= _LARGEST_GRID_COLUMNS
+    )
 
 
 def quantize_blocks(

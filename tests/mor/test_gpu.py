@@ -103,6 +103,14 @@ def test_block_policies_equal_the_reference_bit_for_bit(partition, kind, dtype):
                 torch.testing.assert_close(found.errors.cpu(), expected.errors, rtol=1e-9, atol=0)
 
 
+def test_more_blocks_side_by_side_than_a_grid_takes():
+    x = hard((2, 70000), "normal", torch.float32)
+    config = MorConfig("block_two_way", "2x1")
+    found, expected = mor.quantize(x.cuda(), config), mor.quantize(x, config)
+    assert torch.equal(found.decision.cpu(), expected.decision)
+    assert torch.equal(found.values.cpu(), expected.values)
+
+
 @pytest.mark.parametrize("case", cases("mor_tensor", "mor"), ids=lambda c: c["case"])
 def test_decisions_on_the_gpu_equal_golden(case):
     if case["part"] != "tensor":
