@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mor._base import adopt, check_input
-from mor.config import FORMATS, MorConfig, partials
+from mor.config import FORMATS, MorConfig, MorError, partials
 from mor.products import general_product, is_tensor_path, tensor_backward, tensor_forward
 from mor.statistics import LayerState, state_of
 
@@ -219,6 +219,11 @@ class _EagerLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if grads[0] is None:
             return None, None, None, None
+        if torch.is_grad_enabled():
+            raise MorError(
+                "MorLinear has no second derivatives (create_graph=True): its casts have none. "
+                "Take them without MoR: mor.restore_linears(model)."
+            )
         x, weight, largest = ctx.saved_tensors
         need_input, need_weight = ctx.needs_input_grad[:2]
         return (

@@ -420,3 +420,11 @@ def test_ddp_averages_the_gradients_of_ranks_that_decide_differently(tmp_path):
     for a, b, first, second in zip(*ranks, *alone, strict=True):
         assert_same_bits(a, b)
         torch.testing.assert_close(a, (first + second) / 2)
+
+
+@pytest.mark.parametrize("config", [MorConfig(), MorConfig("block_two_way", "8x8")], ids=str)
+def test_second_derivatives_are_refused(config):
+    model = mor.swap_linears(Mlp(), config)
+    x = normal(4, 32).requires_grad_()
+    with pytest.raises(MorError, match="no second derivatives"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
