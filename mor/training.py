@@ -430,10 +430,17 @@ class _TrainingRun:
                 f"{self.path} is damaged ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}). Delete it to train from the start."
             ) from error
-        if state["identity"] != self.identity or (state["mor"] is None) == self.has_mor:
+        if not isinstance(state, dict) or "identity" not in state:
             raise MorError(
-                f"{self.path} is the checkpoint of another run ({state['identity']}, asked "
-                f"{self.identity}). Choose another folder, or delete it."
+                f"{self.path} is damaged (it holds no training state). Delete it to train from the "
+                "start."
+            )
+        found = state["identity"] | {"mor": state["mor"] is not None}
+        asked = self.identity | {"mor": self.has_mor}
+        if found != asked:
+            raise MorError(
+                f"{self.path} is the checkpoint of another run ({found}, asked {asked}). Choose "
+                "another folder, or delete it."
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -127,6 +127,18 @@ def test_a_damaged_checkpoint_is_named(tiny_random, tmp_path):
         run(tiny_random.model, tmp_path)
 
 
+def test_a_checkpoint_that_holds_something_else_is_named(tiny_random, tmp_path):
+    torch.save({"weights": 1}, tmp_path / CHECKPOINT)
+    with pytest.raises(MorError, match="holds no training state"):
+        run(tiny_random.model, tmp_path)
+
+
+def test_a_checkpoint_of_plain_layers_is_told_from_one_of_mor(tiny_random, tmp_path):
+    run(tiny_random.model, tmp_path, recipe="bf16")
+    with pytest.raises(MorError, match=r"'mor': False}, asked .*'mor': True}"):
+        run(tiny_random.model, tmp_path)
+
+
 def test_an_outlier_after_the_last_step_is_refused(tiny_random, tmp_path):
     config = settings(outlier=OutlierConfig(step=100))
     with pytest.raises(MorError, match=r"train\.outlier\.step=100 is never reached"):
