@@ -47,7 +47,7 @@ def test_every_choice_of_every_group_builds_in_every_root_that_has_it(group, nam
     file = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
     if group in ("budget", "search", "model"):
         node = getattr(run, group)
-        assert all(getattr(node, k) == v for k, v in file.items() if k != "tiny")
+        assert all(getattr(node, k) == v for k, v in file.items() if k not in ("tiny", "defaults"))
     if group in ("model", "data"):
         build_root(EvaluateRun, composed("evaluate", f"{group}={name}", *needed(group, name)))
 
@@ -86,7 +86,7 @@ def test_every_experiment_composes_over_the_search(name):
 
 
 def test_every_search_and_its_settings_have_a_file():
-    assert set(SEARCHES) | {"cosine", "exact", "polished"} == set(FILES["search"])
+    assert set(SEARCHES) | {"cosine", "exact", "learned", "polished"} == set(FILES["search"])
     assert all(built(f"search={name}").search.name == name for name in SEARCHES)
 
 
