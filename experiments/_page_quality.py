@@ -272,7 +272,7 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     ]
     lines += conditions(records)
     if found := overview(tables):
-        lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: all of it", "", *found]
+        lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", "", *found]
         lines += ["", "Mean perplexity, seeds in brackets; lower is better."]
     for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):
         lines += ["", f"## {table.title}", ""]
