@@ -84,6 +84,13 @@ class ModelConfig:
             )
         if self.tiny is not None and (self.package or self.gguf_file):
             raise ModelError("model.tiny makes a model; it takes neither package nor gguf_file.")
+        made = "model.tiny" if self.tiny is not None else "model.package" if self.package else None
+        if made and (os.sep in self.id or Path(self.id).is_dir()):
+            raise ModelError(
+                f"model.id={self.id} would not be read: the model comes from {made}, and id is a label "
+                "there. Choose a configuration that reads folders and hub names: model=smollm2_135m "
+                f"model.id={self.id}."
+            )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -218,7 +225,7 @@ def _locate(config: ModelConfig) -> _Where:
     if config.gguf_file is not None and importlib.util.find_spec("gguf") is None:
         raise ModelError(
             f"model.gguf_file={config.gguf_file} needs the package gguf, which is not installed. "
-            "Run: pip install gguf (or pip install 'dmx[gguf]')."
+            "Run: pip install gguf (or pip install -e '.[gguf]')."
         )
     if config.package is not None:
         folder = _package_folder(config, config.package)

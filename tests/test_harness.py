@@ -18,7 +18,7 @@ from dmx.searching import SearchConfig, uniform_assignment
 NAMES = ["arc_easy", "arc_challenge", "hellaswag_1k", "winogrande"]
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None,
-    reason="needs lm-eval: pip install 'dmx[eval]'",
+    reason="needs lm-eval: pip install -e '.[eval]'",
 )
 
 

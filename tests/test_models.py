@@ -525,3 +525,11 @@ def test_gpt2_with_its_own_kind_of_layer_is_refused_for_its_share():
 
 def test_embeddings_are_no_part_of_a_block():
     check_searchable(nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64)))
+
+
+@pytest.mark.parametrize("source", [{"tiny": {}}, {"package": "x", "gguf_file": "y"}])
+def test_a_folder_that_would_not_be_read_is_refused(source, tmp_path):
+    with pytest.raises(
+        ModelError, match=r"would not be read: the model comes from model\.(tiny|pack)"
+    ):
+        ModelConfig(id=str(tmp_path), **source)

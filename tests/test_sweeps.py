@@ -103,7 +103,7 @@ def test_a_sweep_goes_on_with_just_the_runs_that_are_not_finished(tmp_path):
 def test_runs_of_a_sweep_go_through_other_launchers(launcher, tmp_path):
     pytest.importorskip(
         {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit"}[launcher],
-        reason="needs pip install 'dmx[sweep]'",
+        reason="needs pip install -e '.[sweep]'",
     )
     done = subprocess.run(
         [

@@ -488,7 +488,7 @@ def _require_lm_eval() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise DmxError(
             "zero-shot tasks need the package lm-eval, which is not installed. "
-            "Run: pip install 'lm-eval>=0.4.13' (or pip install 'dmx[eval]')."
+            "Run: pip install 'lm-eval>=0.4.13' (or pip install -e '.[eval]')."
         )
 
 

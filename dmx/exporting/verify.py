@@ -110,7 +110,7 @@ def check_packages(layout: Layout) -> None:
         raise RunError(
             f"verify=true loads the files with {', '.join(layout.packages)}, and "
             f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
-            "pip install 'dmx[export]'), or set verify=false."
+            "pip install -e '.[export]'), or set verify=false."
         )
 
 

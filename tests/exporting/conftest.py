@@ -38,7 +38,7 @@ def needs(package):
     module = verify.MODULES[package]
     return pytest.mark.skipif(
         importlib.util.find_spec(module) is None,
-        reason=f"needs {package}: pip install 'dmx[export]'",
+        reason=f"needs {package}: pip install -e '.[export]'",
     )
 
 

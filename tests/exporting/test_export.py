@@ -153,7 +153,7 @@ def test_inputs_quantized_by_quark_differ_little(make_tiny, tmp_path, loaded_apa
 
 
 def test_configs_of_torchao_are_those_it_writes(make_tiny):
-    torchao = pytest.importorskip("torchao", reason="needs torchao: pip install 'dmx[export]'")
+    torchao = pytest.importorskip("torchao", reason="needs torchao: pip install -e '.[export]'")
     from torchao.core.config import config_to_dict
     from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
