@@ -112,8 +112,13 @@ def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
         for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
             found = [next((g for g in at[b] if g.label == label), None) for b in budgets]
             rows.append([table.transform, table.rounding, label, *map(cell, found)])
+    if not rows:
+        return []
     heads = [f"≤ {limit:g} {unit}" for limit, unit in budgets]
-    return markdown(["transform", "rounding", "method", *heads], rows) if rows else []
+    full = references(_unquantized(tables, next(iter(shown))))
+    note = "Mean perplexity, seeds in brackets; lower is better."
+    note = f"{note} {full}." if full else note
+    return [*markdown(["transform", "rounding", "method", *heads], rows), "", note]
 
 
 def bars(table: Table, group: Group, best: Group | None) -> tuple[str, str]:
@@ -273,7 +278,6 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     lines += conditions(records)
     if found := overview(tables):
         lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", "", *found]
-        lines += ["", "Mean perplexity, seeds in brackets; lower is better."]
     for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):
         lines += ["", f"## {table.title}", ""]
         if line := references(groups + _unquantized(tables, table)):

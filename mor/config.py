@@ -17,6 +17,7 @@ FORMATS = ("e4m3", "e5m2", "bf16")
 """What a decision indexes."""
 BF16_INDEX = FORMATS.index("bf16")
 ELEMENTS: dict[str, ElementFormat] = {"e4m3": E4M3, "e5m2": E5M2}
+LARGEST_BF16_IN_FP16 = 65280.0
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 DEFAULT_THRESHOLD = 0.045

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mor._base import E5M2, check_input
-from mor.config import BF16_INDEX, ELEMENTS, FORMATS, Metric, MorConfig
+from mor.config import BF16_INDEX, ELEMENTS, FORMATS, LARGEST_BF16_IN_FP16, Metric, MorConfig
 from mor.partition import (
     WITHIN_BLOCK,
     BlockShape,
@@ -32,7 +32,6 @@ from mor.scaling import amax_to_gam_scale, block_amax, gam_fake_quant
 
 E4M3_INDEX, E5M2_INDEX = FORMATS.index("e4m3"), FORMATS.index("e5m2")
 E5M2_RANGE = E5M2.max_normal / E5M2.min_normal
-_LARGEST_BF16_IN_FP16 = 65280.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def round_to_bf16(x: Tensor) -> Tensor:
     """Nearest BF16 value in the dtype of x; fp16 stops at 65280, since 65536 is no fp16 number."""
     rounded = x.to(torch.bfloat16).to(x.dtype)
     if x.dtype == torch.float16:
-        limit = torch.full_like(rounded, _LARGEST_BF16_IN_FP16).copysign(x)
+        limit = torch.full_like(rounded, LARGEST_BF16_IN_FP16).copysign(x)
         rounded = torch.where(rounded.isinf() & x.isfinite(), limit, rounded)
     return rounded
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mor.config import ELEMENTS, FLOAT8, FORMATS
+from mor.config import ELEMENTS, FLOAT8, FORMATS, LARGEST_BF16_IN_FP16
 from mor.scaling import MAX_EXPONENT, MAX_SCALE, MIN_EXPONENT
 
 _CHUNK = 4096
@@ -24,20 +24,18 @@ LARGEST_BLOCK = 1 << 17
 _LARGEST_GRID_COLUMNS = 65535
 """CUDA's limit of a grid's second axis."""
 E4M3, E5M2, BF16 = (tl.constexpr(FORMATS.index(name)) for name in ("e4m3", "e5m2", "bf16"))
-LARGEST_BF16_IN_FP16 = tl.constexpr(65280.0)
+_LARGEST = tl.constexpr(LARGEST_BF16_IN_FP16)
 
 
 class Blocks(NamedTuple):
     """What the kernels say of a matrix of B1 x B2 blocks.
 
-    values: as the matrix, contiguous. decision: (B1, B2) uint8. amax: (B1, B2) float32, inf where
-    not finite. sums: (2, B1, B2) float64, relative errors of E4M3 and E5M2. counts: (B1, B2)
-    float64, values that are not zero.
+    values: as the matrix, contiguous. decision: (B1, B2) uint8. sums: (2, B1, B2) float64, relative
+    errors of E4M3 and E5M2. counts: (B1, B2) float64, values that are not zero.
     """
 
     values: Tensor
     decision: Tensor
-    amax: Tensor
     sums: Tensor
     counts: Tensor
 
@@ -163,8 +161,8 @@ def _block_kernel(
         else:
             y = x.to(tl.bfloat16).to(tl.float32)
             if raw.dtype == tl.float16:
-                nearest = tl.where(x < 0, -LARGEST_BF16_IN_FP16, LARGEST_BF16_IN_FP16)
-                beyond = (tl.abs(y) > LARGEST_BF16_IN_FP16) & (tl.abs(x) < float("inf"))
+                nearest = tl.where(x < 0, -_LARGEST, _LARGEST)
+                beyond = (tl.abs(y) > _LARGEST) & (tl.abs(x) < float("inf"))
                 y = tl.where(beyond, nearest, y)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
         tl.store(values_ptr + at, y.to(raw.dtype), mask=mask)
@@ -212,4 +210,4 @@ def quantize_blocks(
         ELEMENTS["e4m3"].max_normal, ELEMENTS["e5m2"].max_normal, MAX_SCALE, MIN_EXPONENT,
         MAX_EXPONENT, three_way, frozen is not None, height, width, num_warps=8,
     )  # fmt: skip
-    return Blocks(values, decision, amax, sums, counts)
+    return Blocks(values, decision, sums, counts)
