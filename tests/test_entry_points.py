@@ -310,9 +310,11 @@ def test_runs_that_measured_no_perplexity_are_joined_with_those_that_did(tmp_pat
 def start(module, *arguments, cwd):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("WORLD_SIZE", None)
+    # A suite that was started in the background ignores Ctrl-C, and its processes would, too.
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
         cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
