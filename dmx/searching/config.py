@@ -75,8 +75,9 @@ class SearchConfig:
     """Rounds of the discrete polish after any search but uniform, at most; 0 = none. A round costs
     about a kl scan of `polish_batches`."""
     polish_batches: int | None = None
-    """Batches that the polish measures on: the first so many; null = 8, or half of fewer than 16. Up
-    to twice as many of the others verify what it proposes; where none is left, the same ones do."""
+    """Batches that a round of the polish measures on; null = 4, or half of fewer than 8. Up to four
+    times as many of the others verify what it proposes; where none is left, the same ones do. If more
+    are left, each round measures on fresh ones."""
 
     steps: int = 400
     """> 0; one batch a step."""

@@ -12,7 +12,10 @@ Differences add up only near the choice at which they were measured, so `size` i
 doubles while that finds better choices, or halves until none is better; where none is found, the next best
 few changes of a handful of units are tried one after the other. A proposal costs little, one pass over
 the batches against one for each unit that a measurement takes. The polish ends when no proposal is
-better, or after `polish_rounds`.
+better twice in a row, or after `polish_rounds`.
+
+Each round measures on batches that no round before it had, while there are any, and adds what earlier rounds
+found with falling weight: the differences of one choice are nearly those of the next, their noise is not.
 
 The best of many noisy measurements is partly the luckiest: on 512 tokens, proposals for 210 layers that
 lowered the KL of those tokens by 6 % raised that of others by as much. So proposals are verified on
@@ -45,10 +48,14 @@ from dmx.searching.replay import STACKED_LOGITS, Change, Disturbances, quick_att
 
 STATE_FILE = "polish_state.json"
 LOG_FILE = "polish.jsonl"
-DEFAULT_BATCHES = 8
-"""`polish_batches: null` measures on so many at most: 32,768 tokens of the default calibration."""
-JUDGES = 2
+DEFAULT_BATCHES = 4
+"""`polish_batches: null` measures a round on so many at most: 16,384 tokens of the default calibration."""
+JUDGES = 4
 """Batches that verify, at most, for each that measures."""
+MEMORY = 0.5
+"""Weight of what was known before a round against its own measurement, on fresh batches."""
+PATIENCE = 2
+"""Rounds in a row without a better choice that end the polish; 1 where no fresh batches are left."""
 FIRST_SHARE = 4
 """The first trust region is the units divided by this."""
 HANDFUL = 4
@@ -87,14 +94,21 @@ class Polish:
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
         count = config.polish_batches or max(1, min(DEFAULT_BATCHES, len(batches) // 2))
-        self.batches = [self.processes.own_rows(b) for b in batches[: (1 + JUDGES) * count]]
-        self.measuring = range(count)
-        self.judging = range(count, len(self.batches)) or self.measuring
+        self.batches = [self.processes.own_rows(b) for b in batches]
+        pool = list(range(len(batches)))
+        self.judging = pool[count : (1 + JUDGES) * count] or pool[:count]
+        self.measuring = pool[:count]
+        """Of the first round; `measured_on` tells of the others."""
+        self.pool = self.measuring + pool[(1 + JUDGES) * count :]
+        self.has_fresh = len(self.pool) >= 2 * count
         self.start = np.array(start, dtype=np.int64)
         self.choice = self.start.copy()
         self.size = max(2, len(space.units) // FIRST_SHARE)
         self.gain: np.ndarray | None = None
-        """(U, F-1) KL that each step saves, of the last measurement."""
+        """(U, F-1) KL that each step saves, as measured so far."""
+        self.weight = np.zeros((len(space.units), len(space.formats) - 1))
+        """(U, F-1) of the measurements in `gain`; 0: none, `gain` is extrapolated."""
+        self.fruitless = 0
         self.rows: list[dict[str, Any]] = []
         self.is_finished = False
         self._references: dict[int, Divergence] = {}
@@ -105,16 +119,24 @@ class Polish:
         return [self.space.formats[int(i)] for i in choice]
 
     def _reference(self, index: int, bank: Bank) -> Divergence:
-        """KL to the unquantized model on a batch; kept where all batches together are small."""
+        """KL to the unquantized model on a batch; kept if it judges and all that do are small."""
         if index in self._references:
             return self._references[index]
         bank.set_full()
         logits = model_logits(self.model, self.batches[index].to(self.device))
         divergence = Divergence(logits)
         room = STACKED_LOGITS.get(self.device.type, 1 << 27)
-        if logits.numel() * len(self.batches) <= room:
+        if index in self.judging and logits.numel() * len(self.judging) <= room:
             self._references[index] = divergence
         return divergence
+
+    def measured_on(self, round_number: int) -> list[int]:
+        """Batches of a round, from 0; of a pool that is too small for a second round, the same."""
+        count = len(self.measuring)
+        if not self.has_fresh:
+            return self.measuring
+        first = round_number * count
+        return [self.pool[(first + i) % len(self.pool)] for i in range(count)]
 
     def _token_mean(self, sums: Tensor, n_batches: int) -> np.ndarray:
         values = self.processes.mean(sums / (n_batches * self.batches[0].numel())).cpu().numpy()
@@ -138,8 +160,8 @@ class Polish:
     def _measure(
         self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
     ) -> np.ndarray:
-        """(U, F) by how much the KL on the measuring batches rises with each unit at each candidate
-        next to its own, the others as chosen; 0 for its own, inf where nothing was measured."""
+        """(U, F-1) KL on this round's batches that each step next to a unit's own candidate saves,
+        the others as chosen; nan for steps further away."""
         steps = [
             (u, int(c) + step)
             for u, c in enumerate(self.choice)
@@ -149,29 +171,47 @@ class Polish:
         changes: list[Change] = [(u, self.space.formats[f]) for u, f in steps]
         sums = torch.zeros(len(steps) + 1, dtype=torch.float64, device=self.device)
         note = f"KL {self.rows[-1]['kl']:.4f}"
-        for index in self.measuring:
+        measuring = self.measured_on(len(self.rows) - 1)
+        for index in measuring:
             reference, tokens = self._reference(index, bank), self.batches[index].to(self.device)
             sums[-1] += reference.sum(disturbances.start(tokens, self.formats(self.choice)))
             sums[:-1] += disturbances.kl_sums(changes, reference, lambda _: advance(note))
-        kls = self._token_mean(sums, len(self.measuring))
-        scores = np.full((len(self.space.units), len(self.space.formats)), np.inf)
-        scores[tuple(np.array(steps).T)] = kls[:-1] - kls[-1]
-        scores[np.arange(len(self.choice)), self.choice] = 0.0
-        return scores
+        kls = self._token_mean(sums, len(measuring))
+        gain = np.full(self.weight.shape, np.nan)
+        for (u, f), rise in zip(steps, kls[:-1] - kls[-1], strict=True):
+            own = int(self.choice[u])
+            gain[u, min(own, f)] = rise if f < own else -rise
+        return gain
 
-    def _gains(self, scores: np.ndarray) -> np.ndarray:
-        """(U, F-1) KL that each step saves. Steps beyond the measured ones go on from the nearest
-        of these by STEP_RATIO."""
-        with np.errstate(invalid="ignore"):
-            gain = scores[:, :-1] - scores[:, 1:]
-        gain[~np.isfinite(gain)] = np.nan
+    def _learn(self, measured: np.ndarray) -> None:
+        """Take (U, F-1) measured gains into `gain`. Steps that were never measured go on from the
+        nearest of those that were, by STEP_RATIO."""
+        is_new = np.isfinite(measured)
+        old = self.weight * (MEMORY if self.has_fresh else 0.0)
+        gain = np.full(measured.shape, np.nan) if self.gain is None else self.gain.copy()
+        gain[self.weight == 0] = np.nan
+        mean = (measured + old * np.where(old > 0, gain, 0.0)) / (1.0 + old)
+        gain = np.where(is_new, mean, gain)
+        self.weight = np.where(is_new, 1.0 + old, self.weight)
         for s in range(1, gain.shape[1]):
             above = np.where(gain[:, s - 1] > 0, gain[:, s - 1] / STEP_RATIO, gain[:, s - 1])
             gain[:, s] = np.where(np.isnan(gain[:, s]), above, gain[:, s])
         for s in reversed(range(gain.shape[1] - 1)):
             below = np.where(gain[:, s + 1] > 0, gain[:, s + 1] * STEP_RATIO, gain[:, s + 1])
             gain[:, s] = np.where(np.isnan(gain[:, s]), below, gain[:, s])
-        return gain
+        self.gain = gain
+
+    def scores(self) -> np.ndarray:
+        """(U, F) by how much the KL rises with each unit at each candidate, the others as chosen, by
+        `gain`; inf where that is extrapolated."""
+        assert self.gain is not None
+
+        def to_own(values: np.ndarray) -> np.ndarray:
+            """(U, F) sums of (U, F-1) steps between each candidate and a unit's own; negative below."""
+            sums = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
+            return sums - np.take_along_axis(sums, self.choice[:, None], axis=1)
+
+        return np.where(to_own(self.weight == 0) == 0, -to_own(self.gain), np.inf)
 
     # --- choosing ------------------------------------------------------------------------------
 
@@ -250,11 +290,11 @@ class Polish:
         self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
     ) -> None:
         since, now = self.clock.seconds, self.rows[-1]["kl"]
-        scores = self._measure(bank, disturbances, advance)
-        self.gain = self._gains(scores)
-        best, kl, tried = self._best_nearby(scores, lambda c: self.divergence(c, bank), now)
+        self._learn(self._measure(bank, disturbances, advance))
+        best, kl, tried = self._best_nearby(self.scores(), lambda c: self.divergence(c, bank), now)
+        self.fruitless = self.fruitless + 1 if best is self.choice else 0
         if best is self.choice:
-            self.is_finished = True
+            self.is_finished = self.fruitless == (PATIENCE if self.has_fresh else 1)
             best = self._maximal(best)
             if not np.array_equal(best, self.choice):
                 kl, tried = self.divergence(best, bank), tried + 1
@@ -302,7 +342,8 @@ class Polish:
         write_json(self.folder / STATE_FILE, {
             "fingerprint": self.fingerprint, "start": self.start.tolist(),
             "choice": self.choice.tolist(), "size": self.size,
-            "gain": None if self.gain is None else self.gain.tolist(), "rows": self.rows,
+            "gain": None if self.gain is None else self.gain.tolist(),
+            "weight": self.weight.tolist(), "fruitless": self.fruitless, "rows": self.rows,
             "is_finished": self.is_finished, "seconds": self.clock.seconds,
         })  # fmt: skip
 
@@ -321,6 +362,7 @@ class Polish:
             fits = fits and state["start"] == self.start.tolist()
             choice = np.array(state["choice"], dtype=np.int64)
             gain = None if state["gain"] is None else np.array(state["gain"], dtype=np.float64)
+            weight, fruitless = np.array(state["weight"], dtype=np.float64), int(state["fruitless"])
             rows, size = list(state["rows"]), int(state["size"])
             is_finished, seconds = bool(state["is_finished"]), float(state["seconds"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -333,4 +375,5 @@ class Polish:
                 "folder, or delete it to polish again."
             )
         self.choice, self.gain, self.rows, self.size = choice, gain, rows, size
+        self.weight, self.fruitless = weight, fruitless
         self.is_finished, self.clock.before = is_finished, seconds

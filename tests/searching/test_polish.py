@@ -322,6 +322,42 @@ def test_the_model_is_as_it_was(tiny):
         assert torch.equal(parameter, before[name][1])
 
 
+def test_rounds_measure_on_fresh_batches_and_remember(tiny):
+    """Every batch that does not judge has its turn; gains are the weighted mean of the rounds."""
+    model, tokens = tiny
+    config = SearchConfig(
+        name="random", polish_rounds=4, polish_batches=1, family="mxfp8_mxfp6_mxfp4"
+    )
+    space = search_space(model, config)
+    start = random_start(space, Budget(5.0), 1)
+    run = Polish(
+        model, tokens + [t.flip(0) + 1 for t in tokens], space, Budget(5.0), config, start=start,
+        folder=None, fingerprint="", clock=Stopwatch(),
+    )  # fmt: skip
+    measured, seen = [], []
+    measure, measured_on = run._measure, run.measured_on
+    run._measure = lambda *a: measured.append(measure(*a)) or measured[-1]
+    run.measured_on = lambda n: seen.append(measured_on(n)) or seen[-1]
+    run.divergence = lambda choice, _: 1.0  # never better, so that the choice stays
+    run.run()
+    assert run.is_finished and len(run.rows) == 3 and seen == [[0], [5]]
+    assert np.array_equal(run.choice, start)
+    known = np.isfinite(measured[0])
+    assert known.any() and not known.all()
+    np.testing.assert_allclose(
+        run.gain[known], (0.5 * measured[0][known] + measured[1][known]) / 1.5
+    )
+    assert np.array_equal(np.isfinite(run.scores()).sum(axis=1), 1 + known.sum(axis=1))
+    scores = run.scores()
+    for u, own in enumerate(run.choice):
+        assert scores[u, own] == 0
+        if own > 0:
+            assert scores[u, own - 1] == pytest.approx(run.gain[u, own - 1])
+        if own < 2:
+            assert scores[u, own + 1] == pytest.approx(-run.gain[u, own])
+    assert run.measured_on(2) == [0] and run.measured_on(3) == [5]
+
+
 def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     model, tokens = tiny
     space = search_space(model, SearchConfig())
@@ -337,9 +373,9 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
 
     assert roles(1, None) == ([0], [0])
     assert roles(3, None) == ([0], [1, 2])
-    assert roles(10, None) == ([0, 1, 2, 3, 4], [5, 6, 7, 8, 9])
-    assert roles(60, None) == (list(range(8)), list(range(8, 24)))
-    assert roles(60, 1) == ([0], [1, 2])
+    assert roles(10, None) == ([0, 1, 2, 3], [4, 5, 6, 7, 8, 9])
+    assert roles(60, None) == (list(range(4)), list(range(4, 20)))
+    assert roles(60, 1) == ([0], [1, 2, 3, 4])
     assert roles(3, 3) == ([0, 1, 2], [0, 1, 2])
     # The judge decides: with one that calls everything worse, nothing is changed.
     config = SearchConfig(name="random", polish_rounds=3, polish_batches=1)
