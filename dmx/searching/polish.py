@@ -44,7 +44,7 @@ from dmx.searching.heuristics import solve_knapsack
 from dmx.searching.objective import Divergence, model_logits
 from dmx.searching.offsets import Bank, searching_model
 from dmx.searching.processes import Processes
-from dmx.searching.replay import STACKED_LOGITS, Change, Disturbances, quick_attention
+from dmx.searching.replay import Change, Disturbances, quick_attention
 
 STATE_FILE = "polish_state.json"
 LOG_FILE = "polish.jsonl"
@@ -52,6 +52,8 @@ DEFAULT_BATCHES = 4
 """`polish_batches: null` measures a round on so many at most: 16,384 tokens of the default calibration."""
 JUDGES = 4
 """Batches that verify, at most, for each that measures."""
+KEPT_LOGITS = {"cuda": 1 << 32, "cpu": 1 << 27}
+"""Logits of the unquantized model on the batches that verify, by device type; more are run anew."""
 MEMORY = 0.5
 """Weight of what was known before a round against its own measurement, on fresh batches."""
 PATIENCE = 2
@@ -125,7 +127,7 @@ class Polish:
         bank.set_full()
         logits = model_logits(self.model, self.batches[index].to(self.device))
         divergence = Divergence(logits)
-        room = STACKED_LOGITS.get(self.device.type, 1 << 27)
+        room = KEPT_LOGITS.get(self.device.type, 0)
         if index in self.judging and logits.numel() * len(self.judging) <= room:
             self._references[index] = divergence
         return divergence
