@@ -27,13 +27,20 @@ from experiments._quality_tables import (
     text_name,
 )
 from experiments._reading import Record
-from experiments._results import Group, number_text, spread_text
+from experiments._results import (
+    Group,
+    accuracy,
+    item_difference,
+    number_text,
+    spread_text,
+    zero_shot_tasks,
+)
 
 _STATED = (
-    "family", "units", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
+    "family", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
     "lr_schedule", "momentum", "start",
 )  # fmt: skip
-"""Named once on the page; heuristics have the first three."""
+"""Named once on the page; heuristics have the first two."""
 
 PLAIN_MARGINS = {4.5: 3.0, 5.0: 3.0, 5.5: 2.0}
 """Budget, element_bits -> % below the best heuristic, without a transform."""
@@ -42,6 +49,11 @@ ROTATED_PERPLEXITY = {4.5: 28.6, 5.0: 25.9, 5.5: 24.0}
 ROTATED_MARGIN = 2.0
 REACH = {4.5: 27.5, 5.0: 25.0, 5.5: 23.3}
 """Budget -> perplexity to reach with a transform, by any rounding."""
+
+_FUSED_NOTE = (
+    "Perplexity, seeds in brackets. Fused: q, k and v have one format, gate and up have one, as runtimes "
+    "that merge them need."
+)
 
 
 def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
@@ -175,6 +187,99 @@ def against_heuristics(table: Table, tables: Mapping[Table, Sequence[Group]]) ->
     return markdown(head, rows) if rows else []
 
 
+def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """Zero-shot accuracy of all methods, and dMX against the best heuristic, item by item."""
+    asked = {t: found for t, g in tables.items() if (found := [*filter(None, map(_asked, g))])}
+    accuracies, differences = [], []
+    tasks = zero_shot_tasks(g for groups in asked.values() for g in groups)
+    for table, groups in sorted(asked.items(), key=lambda item: _order(item[0])):
+        full = next(iter(filter(None, map(_asked, _unquantized(tables, table)))), None)
+        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+            where = [
+                table.model, "–" if group.search is None else table.setting, group.label,
+                f"≤ {group.budget[0]:g}" if group.budget else "–", len(group.rows),
+            ]  # fmt: skip
+            shares = [accuracy(group, task) for task in tasks]
+            known = [a.value for a in shares if a]
+            mean = f"{100 * sum(known) / len(known):.1f}" if len(known) == len(tasks) else "–"
+            accuracies.append(
+                [*where, *(f"{100 * a.value:.1f}" if a else "–" for a in shares), mean]
+            )
+            best = best_heuristic(group, groups)
+            if is_dmx(group) and best is not None:
+                for name, other in ((best.label, best), ("bf16", full)):
+                    if other is not None:
+                        differences.append([*where, name, *_points(group, other, tasks)])
+    if not accuracies:
+        return []
+    metrics = [
+        f"{task}, {next(a.metric for g in groups_of(asked) if (a := accuracy(g, task)))}"
+        for task in tasks
+    ]
+    head = ("model", "transform", "method", "budget", "seeds")
+    lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
+    if differences:
+        lines += [
+            "", *markdown((*head, "minus", *tasks, "mean"), differences), "",
+            "Percentage points, paired item by item, ± their standard error; seeds are averaged first. "
+            "Bold: more than one standard error below. The best heuristic is that of perplexity.",
+        ]  # fmt: skip
+    return lines
+
+
+def groups_of(tables: Mapping[Table, Sequence[Group]]) -> list[Group]:
+    return [group for groups in tables.values() for group in groups]
+
+
+def _asked(group: Group) -> Group | None:
+    """The group's rows that were measured on tasks."""
+    rows = tuple(row for row in group.rows if row.get("zero_shot"))
+    return replace(group, rows=rows) if rows else None
+
+
+def _points(group: Group, reference: Group, tasks: Sequence[str]) -> list[str]:
+    """Differences by task, and their mean over all tasks."""
+    found = [item_difference(group, reference, task) for task in tasks]
+    known = [(d.mean, d.stderr) for d in found if d.mean is not None and d.stderr is not None]
+    cells = [(d.mean, d.stderr) for d in found]
+    whole = len(known) == len(tasks)
+    cells.append(
+        (
+            sum(mean for mean, _ in known) / len(known),
+            sum(error**2 for _, error in known) ** 0.5 / len(known),
+        )
+        if whole
+        else (None, None)
+    )
+    texts = []
+    for mean, error in cells:
+        if mean is None or error is None:
+            texts.append("–")
+            continue
+        text = f"{100 * mean:+.1f} ± {100 * error:.1f}"
+        texts.append(f"**{text}**" if mean < -error else text)
+    return texts
+
+
+def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """What a choice for each fused group costs against one for each layer."""
+    rows = []
+    for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
+        layer = tables.get(replace(table, units="layer"), ())
+        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+            other = next(
+                (g for g in layer if (g.label, g.budget) == (group.label, group.budget)), None
+            )
+            if table.units != "layer" and group.budget and other is not None:
+                rows.append([
+                    table.model, table.setting, group.label, f"≤ {group.budget[0]:g}",
+                    f"{mean_perplexity(group):.2f} ({len(group.rows)})",
+                    f"{mean_perplexity(other):.2f} ({len(other.rows)})", percent_text(group, other),
+                ])  # fmt: skip
+    head = ("model", "transform", "method", "budget", "fused", "layer", "fused minus layer, %")
+    return markdown(head, rows) if rows else []
+
+
 def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Share of layers above MXFP4 by projection; mean over seeds."""
     rows = []
@@ -209,7 +314,10 @@ def _share_high(formats: Mapping[str, int]) -> float:
 def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str]:
     """dMX and the best heuristic over bits, for each transform and rounding of one model and text:
     the test text of the model with most rows, the validation text where no test exists."""
-    joint = {t: g for t, g in tables.items() if not t.is_separate and t.operands != "W"}
+    joint = {
+        t: g for t, g in tables.items()
+        if not t.is_separate and t.operands != "W" and t.units == "layer"
+    }  # fmt: skip
     sizes: Counter[tuple[bool, str, str]] = Counter()
     for table, groups in joint.items():
         sizes[not is_validation(table), table.model, table.text] += sum(len(g.rows) for g in groups)
@@ -253,7 +361,8 @@ def conditions(records: Sequence[Record]) -> list[str]:
     versions = sorted({r["versions"]["torch"] for r in records})
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
     return [
-        f"- Method names give what differs from: {asked}. Heuristics have the first three.",
+        f"- Method names give what differs from: {asked}. Heuristics have the first two. "
+        "Units are layers where nothing else is said.",
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
@@ -287,6 +396,10 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
             lines += ["", *compared]
     if not test:
         lines += ["", "No records of a test text yet."]
+    if fused := fused_table(test):
+        lines += ["", "## Fused units against layer units", "", *fused, "", _FUSED_NOTE]
+    if tasks := task_tables({t: g for t, g in tables.items() if not is_validation(t)}):
+        lines += ["", "## Zero-shot tasks", "", *tasks]
     if validation:
         for model, text in dict.fromkeys((t.model, t.text) for t in validation):
             of = {t: g for t, g in validation.items() if (t.model, t.text) == (model, text)}
@@ -317,5 +430,6 @@ def _unquantized(tables: Mapping[Table, Sequence[Group]], table: Table) -> list[
 def _order(table: Table) -> tuple[Any, ...]:
     return (
         not table.model.startswith(BAR_MODEL), table.model, table.text, table.operands == "W",
-        table.is_separate, table.transform != "none", table.transform, table.rounding != "nearest",
+        table.is_separate, table.units != "layer", table.transform != "none", table.transform,
+        table.rounding != "nearest",
     )  # fmt: skip

@@ -18,15 +18,15 @@ from omegaconf import OmegaConf
 from experiments._reading import Record
 from experiments._results import Group, group_rows, paired_difference
 
-EXACT = Path(__file__).resolve().parent.parent / "configs" / "search" / "exact.yaml"
+SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "search"
 HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
 _SHARED = (
-    "family", "units", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
+    "family", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
     "score_batches", "polish_rounds", "polish_batches",
 )  # fmt: skip
 """Settings that heuristics have too; the others belong to dMX alone."""
 _NEVER = (
-    "name", "seed", "operands", "transform", "transform_file", "allow_unsearched", "cuda_graph",
+    "name", "seed", "units", "operands", "transform", "transform_file", "allow_unsearched", "cuda_graph",
     "gradient_checkpointing", "evaluate_every", "checkpoint_every",
 )  # fmt: skip
 """Settings that stand in the table's title, or change no result."""
@@ -42,28 +42,32 @@ class Table:
     text: str
     operands: str
     is_separate: bool
+    units: str
     transform: str
     rounding: str
 
     @property
     def title(self) -> str:
-        separate = ", separate operands" if self.is_separate else ""
-        return (
-            f"{self.model}, {self.text}, {self.operands}{separate}: transform {self.transform}, "
-            f"rounding {self.rounding}"
+        return ", ".join([self.model, self.text, self.operands, *self._unusual]) + (
+            f": transform {self.transform}, rounding {self.rounding}"
         )
+
+    @property
+    def _unusual(self) -> list[str]:
+        units = [] if self.units == "layer" else [f"{self.units} units"]
+        return [*units, *(["separate operands"] if self.is_separate else [])]
 
     @property
     def setting(self) -> str:
         """The transform, and what is not usual besides."""
         parts = [self.transform, *([] if self.rounding == "nearest" else [self.rounding])]
-        return ", ".join([*parts, *(["separate operands"] if self.is_separate else [])])
+        return ", ".join([*parts, *self._unusual])
 
     @property
     def has_bars(self) -> bool:
         return (
             self.model.startswith(BAR_MODEL) and self.text == BAR_TEXT
-            and self.operands == "W+A" and not self.is_separate
+            and self.operands == "W+A" and self.units == "layer" and not self.is_separate
         )  # fmt: skip
 
 
@@ -85,17 +89,23 @@ def base_settings(records: Iterable[Record]) -> dict[str, Any]:
         for key, value in record["requested"]["search"].items():
             found.setdefault(key, Counter())[json.dumps(value)] += 1
     common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
-    exact: Any = OmegaConf.to_container(OmegaConf.load(EXACT))
-    return common | exact
+    known: dict[str, Any] = {}
+    for name in ("polished", "exact"):
+        known |= dict(OmegaConf.load(SETTINGS / f"{name}.yaml"))
+    del known["defaults"]
+    return common | known
 
 
-def variant(settings: Mapping[str, Any], base: Mapping[str, Any], kind: str) -> str:
+def variant(
+    settings: Mapping[str, Any], base: Mapping[str, Any], kind: str, *, is_polished: bool
+) -> str:
     """What differs from the base, among the settings that a search of this kind reads."""
     rotation = settings.get("transform") == "learned"
     named = []
     for key, value in settings.items():
         known = key in _SHARED or kind.startswith("differentiable")
         idle = key.startswith("rotation") and not rotation
+        idle = idle or (key.startswith("polish") and not is_polished)
         if key == "residual_block" and settings.get("transform") != "hadamard_full":
             idle = True
         if known and not idle and key not in _NEVER and value != base.get(key):
@@ -115,11 +125,14 @@ def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
             rounding = (row.get("rounding") or {}).get("name", "nearest")
             table = Table(
                 model_name(record), text_name(record), row["operands"] or "",
-                row.get("choice_per") == "operand",
+                row.get("choice_per") == "operand", record["requested"]["search"]["units"],
                 (row.get("transform") or {}).get("name", "none"), rounding,
             )  # fmt: skip
             settings = record["requested"]["search"]
-            extra = variant(settings, base, kind) if kind and kind != "uniform" else ""
+            polished = " + polish" in row["label"]
+            extra = ""
+            if kind and kind != "uniform":
+                extra = variant(settings, base, kind, is_polished=polished)
             label = row["label"] if not kind or kind == "uniform" else method(row)
             rows.setdefault(table, []).append(
                 row | {"label": f"{label} {extra}".strip(), "operands": None}
@@ -136,16 +149,15 @@ def method(row: Mapping[str, Any]) -> str:
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows that several records measured alike (bf16, uniform formats) are kept once."""
-    seen: set[str] = set()
-    kept = []
-    for row in rows:
-        key = json.dumps([row["label"], row.get("budget"), row.get("seed"), row["nll"]])
-        if row["search"] in (None, "uniform") and key in seen:
-            continue
-        seen.add(key)
-        kept.append(row)
-    return kept
+    """Of rows that several records measured alike, the first with zero-shot tasks, else the first:
+    bf16, uniform formats, and the choices of heuristics, which a seed fixes."""
+    kept: dict[str, dict[str, Any]] = {}
+    for number, row in enumerate(rows):
+        alike = [row["label"], row.get("budget"), row.get("seed"), row["nll"]]
+        key = json.dumps([*alike, number] if str(row["search"]).startswith("dif") else alike)
+        if key not in kept or (row.get("zero_shot") and not kept[key].get("zero_shot")):
+            kept[key] = row
+    return list(kept.values())
 
 
 def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
@@ -197,4 +209,4 @@ def percent_text(group: Group, reference: Group | None) -> str:
 
 
 def is_validation(table: Table) -> bool:
-    return "valid" in table.text
+    return table.text.endswith("/validation")
