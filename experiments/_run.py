@@ -126,7 +126,8 @@ class Run:
         self._caught = warnings.catch_warnings()
 
     def _claim(self, config_yaml: str) -> None:
-        """Take a new folder, or one that the same settings began.
+        """Take a new folder, one that the same settings began, or one whose run failed before it
+        left anything but its error.
 
         Raises:
             RunError: the folder holds another run, or cannot be written.
@@ -134,14 +135,14 @@ class Run:
         path = self.folder / "config.yaml"
         try:
             found = path.read_text() if path.exists() else None
-            is_taken = self.folder.exists() and any(
-                p.name != ERROR_FILE for p in self.folder.iterdir()
-            )
+            held = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RunError(
                 f"run.folder={self.folder} cannot be read ({why}). Choose another folder."
             ) from error
+        if held == {path.name, ERROR_FILE}:
+            found, held = None, set()
         if found is not None:
             if found != config_yaml:
                 raise RunError(
@@ -149,7 +150,7 @@ class Run:
                     "another folder, or delete that one."
                 )
             return
-        if is_taken:
+        if held - {ERROR_FILE}:
             raise RunError(
                 f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
                 "another folder."

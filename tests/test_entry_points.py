@@ -209,6 +209,19 @@ def test_text_shorter_than_a_window_is_refused_before_the_search(run, tmp_path, 
         assert code == 2 and f"DataError: {words}" in err
 
 
+def test_a_corrected_command_may_use_the_folder_of_a_failed_start(run, tmp_path):
+    """The text is read after the folder is taken; a wrong one leaves the settings and its error."""
+    folder = tmp_path / "run"
+    asked = [*SEARCH, f"run.folder={folder}"]
+    assert run(search, *asked, "data.calibration.max_characters=40")[0] == 2
+    assert {p.name for p in folder.iterdir()} == {"config.yaml", "error.json"}
+    code, _, err = run(search, *asked)
+    assert code == 0, err
+    assert (folder / "record.json").exists() and not (folder / "error.json").exists()
+    code, _, err = run(search, *asked, "data.calibration.max_characters=40")
+    assert code == 2 and "holds another run" in err
+
+
 def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_path):
     folder = tmp_path / "run"
     (folder / "mine").mkdir(parents=True)
