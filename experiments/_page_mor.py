@@ -230,7 +230,7 @@ def curves(groups: Sequence[Group]) -> Figure | None:
                     )  # fmt: skip
             axes.set_ylabel(f"{name}, nats/token")
             _plots._steps_axis(axes)
-        _plots._legend(panels[0])
+        _plots._legend(panels[0], columns=3)
     return figure
 
 

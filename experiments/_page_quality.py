@@ -362,6 +362,7 @@ def conditions(records: Sequence[Record]) -> list[str]:
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
     return [
         f"- Method names give what differs from: {asked}. Heuristics have the first two. "
+        "dMX with a learned rotation: differs from search=learned. "
         "Units are layers where nothing else is said.",
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "

@@ -1,7 +1,7 @@
 """Rows of all `quality_*` records by table and method, and the best heuristic of each.
 
 Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
-record differs from configs/search/exact.yaml; rows that differ in seed alone are one group. "Best
+record differs from configs/search/exact.yaml (learned.yaml with learned rotations); rows that differ in seed alone are one group. "Best
 heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
 rounding and budget; "any transform" leaves the transform open.
 """
@@ -89,11 +89,12 @@ def base_settings(records: Iterable[Record]) -> dict[str, Any]:
         for key, value in record["requested"]["search"].items():
             found.setdefault(key, Counter())[json.dumps(value)] += 1
     common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
-    known: dict[str, Any] = {}
-    for name in ("polished", "exact"):
-        known |= dict(OmegaConf.load(SETTINGS / f"{name}.yaml"))
-    del known["defaults"]
-    return common | known
+    return common | _config("polished") | _config("exact")
+
+
+def _config(name: str) -> dict[str, Any]:
+    found: Any = OmegaConf.to_container(OmegaConf.load(SETTINGS / f"{name}.yaml"))
+    return {key: value for key, value in found.items() if key != "defaults"}
 
 
 def variant(
@@ -101,6 +102,8 @@ def variant(
 ) -> str:
     """What differs from the base, among the settings that a search of this kind reads."""
     rotation = settings.get("transform") == "learned"
+    if rotation:
+        base = {**base, **_config("learned")}
     named = []
     for key, value in settings.items():
         known = key in _SHARED or kind.startswith("differentiable")
