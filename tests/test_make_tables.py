@@ -101,7 +101,7 @@ def test_methods_are_named_by_what_differs_from_the_exact_settings():
     assert figure is not None
     for name in ("dMX", "dMX gradient_scale=none", "dMX start=kl_per_bit", "kl_per_bit", "fisher"):
         assert f"| none | {name} | ≤ 5 | 3 |" in text
-    assert "| learned | dMX | ≤ 5 | 3 | 26.41 ± 0.12 | no heuristic |" in text
+    assert "| learned | dMX rotation_lr=10 steps=200 | ≤ 5 | 3 | 26.41 ± 0.12 | no heuristic |" in text
     assert "No records of a test text yet." in text
 
 
