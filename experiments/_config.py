@@ -211,7 +211,7 @@ class CompareRun:
             raise ConfigError(
                 f"search.polish_rounds={self.search.polish_rounds}, and searches to polish: "
                 f"{', '.join(polished) or 'none'}. Here a search is polished if its name says so: "
-                "searches=[kl_per_bit,differentiable+polish] search.polish_rounds=6"
+                "searches=[kl_per_bit,differentiable+polish] search.polish_rounds=12"
             )
         for name in self.baselines:
             check_choice(name, BASELINES[:2], "baselines")

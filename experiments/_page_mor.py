@@ -26,8 +26,10 @@ from experiments._report_training import (
 from experiments._results import Group, group_rows, number_text, spread_text
 from mor.statistics import OPERANDS
 
-ASKED_RECIPES, LEAST_FP8_SHARE = ("tensor", "tensor_e5m2"), 0.95
-"""Share of the decisions for FP8 that is asked of these recipes, for every operand."""
+ASKED_RECIPES = ("tensor", "tensor_e5m2")
+"""Recipes of which a share of FP8 is asked, for every operand."""
+LEAST_FP8_SHARE = 0.95
+"""Share of the decisions on tensors."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,8 @@ def _training_lines(
         if by_operand := operand_table(groups):
             lines += [
                 "", "FP8 share of the decisions on tensors, by operand, %; at least "
-                f"{100 * LEAST_FP8_SHARE:g} is asked of recipes {' and '.join(ASKED_RECIPES)}:", "", *by_operand,
+                f"{100 * LEAST_FP8_SHARE:g} is asked of recipes {' and '.join(f'`{r}`' for r in ASKED_RECIPES)}:",
+                "", *by_operand,
             ]  # fmt: skip
         if figure := curves(groups):
             name = f"mor_loss{_suffix(number)}.png"

@@ -1,5 +1,6 @@
 """docs/results/quality.md: all `quality_*` records of experiments.compare in one page."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from experiments._quality_tables import (
 )
 from experiments._reading import Record
 from experiments._results import (
+    SIGNIFICANT,
     Group,
     accuracy,
     item_difference,
@@ -189,11 +191,12 @@ def against_heuristics(table: Table, tables: Mapping[Table, Sequence[Group]]) ->
 
 def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Zero-shot accuracy of all methods, and dMX against the best heuristic, item by item."""
-    asked = {t: found for t, g in tables.items() if (found := [*filter(None, map(_asked, g))])}
+    asked = {t: [found for g in groups if (found := _asked(g))] for t, groups in tables.items()}
+    every = [g for groups in asked.values() for g in groups]
+    tasks = zero_shot_tasks(every)
     accuracies, differences = [], []
-    tasks = zero_shot_tasks(g for groups in asked.values() for g in groups)
     for table, groups in sorted(asked.items(), key=lambda item: _order(item[0])):
-        full = next(iter(filter(None, map(_asked, _unquantized(tables, table)))), None)
+        full = next(iter(_unquantized(asked, table)), None)
         for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
             where = [
                 table.model, "–" if group.search is None else table.setting, group.label,
@@ -205,16 +208,13 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             accuracies.append(
                 [*where, *(f"{100 * a.value:.1f}" if a else "–" for a in shares), mean]
             )
-            best = best_heuristic(group, groups)
-            if is_dmx(group) and best is not None:
-                for name, other in ((best.label, best), ("bf16", full)):
-                    if other is not None:
-                        differences.append([*where, name, *_points(group, other, tasks)])
+            for other in (best_heuristic(group, groups), full) if is_dmx(group) else ():
+                if other is not None:
+                    differences.append([*where, other.label, *_points(group, other, tasks)])
     if not accuracies:
         return []
     metrics = [
-        f"{task}, {next(a.metric for g in groups_of(asked) if (a := accuracy(g, task)))}"
-        for task in tasks
+        f"{task}, {next(a.metric for g in every if (a := accuracy(g, task)))}" for task in tasks
     ]
     head = ("model", "transform", "method", "budget", "seeds")
     lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
@@ -227,10 +227,6 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     return lines
 
 
-def groups_of(tables: Mapping[Table, Sequence[Group]]) -> list[Group]:
-    return [group for groups in tables.values() for group in groups]
-
-
 def _asked(group: Group) -> Group | None:
     """The group's rows that were measured on tasks."""
     rows = tuple(row for row in group.rows if row.get("zero_shot"))
@@ -238,39 +234,33 @@ def _asked(group: Group) -> Group | None:
 
 
 def _points(group: Group, reference: Group, tasks: Sequence[str]) -> list[str]:
-    """Differences by task, and their mean over all tasks."""
+    """Differences by task, and their mean where every task has one."""
     found = [item_difference(group, reference, task) for task in tasks]
     known = [(d.mean, d.stderr) for d in found if d.mean is not None and d.stderr is not None]
-    cells = [(d.mean, d.stderr) for d in found]
-    whole = len(known) == len(tasks)
-    cells.append(
-        (
-            sum(mean for mean, _ in known) / len(known),
-            sum(error**2 for _, error in known) ** 0.5 / len(known),
-        )
-        if whole
-        else (None, None)
-    )
-    texts = []
-    for mean, error in cells:
-        if mean is None or error is None:
-            texts.append("–")
-            continue
-        text = f"{100 * mean:+.1f} ± {100 * error:.1f}"
-        texts.append(f"**{text}**" if mean < -error else text)
-    return texts
+    cells = [_points_text(d.mean, d.stderr) for d in found]
+    if len(known) < len(tasks):
+        return [*cells, "–"]
+    means, errors = zip(*known, strict=True)
+    return [*cells, _points_text(sum(means) / len(means), math.hypot(*errors) / len(errors))]
+
+
+def _points_text(mean: float | None, stderr: float | None) -> str:
+    if mean is None or stderr is None:
+        return "–"
+    text = f"{100 * mean:+.1f} ± {100 * stderr:.1f}"
+    return f"**{text}**" if mean < -SIGNIFICANT * stderr else text
 
 
 def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """What a choice for each fused group costs against one for each layer."""
     rows = []
     for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
-        layer = tables.get(replace(table, units="layer"), ())
+        if table.units == "layer":
+            continue
+        layer = {(g.label, g.budget): g for g in tables.get(replace(table, units="layer"), ())}
         for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
-            other = next(
-                (g for g in layer if (g.label, g.budget) == (group.label, group.budget)), None
-            )
-            if table.units != "layer" and group.budget and other is not None:
+            other = layer.get((group.label, group.budget))
+            if group.budget and other is not None:
                 rows.append([
                     table.model, table.setting, group.label, f"≤ {group.budget[0]:g}",
                     f"{mean_perplexity(group):.2f} ({len(group.rows)})",

@@ -124,22 +124,19 @@ def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
         for row in record["results"]:
             if row.get("perplexity") is None:
                 continue
-            kind = row["search"] or ""
+            kind, search = row["search"] or "", record["requested"]["search"]
             rounding = (row.get("rounding") or {}).get("name", "nearest")
             table = Table(
                 model_name(record), text_name(record), row["operands"] or "",
-                row.get("choice_per") == "operand", record["requested"]["search"]["units"],
+                row.get("choice_per") == "operand", search["units"] if kind else "layer",
                 (row.get("transform") or {}).get("name", "none"), rounding,
             )  # fmt: skip
-            settings = record["requested"]["search"]
-            polished = " + polish" in row["label"]
-            extra = ""
-            if kind and kind != "uniform":
-                extra = variant(settings, base, kind, is_polished=polished)
-            label = row["label"] if not kind or kind == "uniform" else method(row)
-            rows.setdefault(table, []).append(
-                row | {"label": f"{label} {extra}".strip(), "operands": None}
-            )
+            label = row["label"]
+            if kind not in ("", "uniform"):
+                label = method(row)
+                extra = variant(search, base, kind, is_polished=" + polish" in label)
+                label = f"{label} {extra}".strip()
+            rows.setdefault(table, []).append(row | {"label": label, "operands": None})
     return {table: group_rows(_once(found)) for table, found in rows.items()}
 
 
@@ -152,12 +149,10 @@ def method(row: Mapping[str, Any]) -> str:
 
 
 def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of rows that several records measured alike, the first with zero-shot tasks, else the first:
-    bf16, uniform formats, and the choices of heuristics, which a seed fixes."""
+    """Of rows that several records measured alike, the first with zero-shot tasks, else the first."""
     kept: dict[str, dict[str, Any]] = {}
-    for number, row in enumerate(rows):
-        alike = [row["label"], row.get("budget"), row.get("seed"), row["nll"]]
-        key = json.dumps([*alike, number] if str(row["search"]).startswith("dif") else alike)
+    for row in rows:
+        key = json.dumps([row["label"], row.get("budget"), row.get("seed"), row["nll"]])
         if key not in kept or (row.get("zero_shot") and not kept[key].get("zero_shot")):
             kept[key] = row
     return list(kept.values())

@@ -82,6 +82,8 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
         return task(cfg)
     except Exception as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
+            if isinstance(error, FolderTaken):  # another run's, which may be under way
+                raise
             write_error(Path(HydraConfig.get().runtime.output_dir), command, error)
             raise
         if not isinstance(error, DmxError):
@@ -92,6 +94,10 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+class FolderTaken(RunError):
+    """The run's folder holds something else; nothing may be written there."""
 
 
 class Run:
@@ -134,8 +140,9 @@ class Run:
         """
         path = self.folder / "config.yaml"
         try:
-            found = path.read_text() if path.exists() else None
+            # Listed first: a start of the same command beside this one may take the folder meanwhile.
             held = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
+            found = path.read_text() if path.exists() else None
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RunError(
@@ -145,13 +152,13 @@ class Run:
             found, held = None, set()
         if found is not None:
             if found != config_yaml:
-                raise RunError(
+                raise FolderTaken(
                     f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
                     "another folder, or delete that one."
                 )
             return
         if held - {ERROR_FILE}:
-            raise RunError(
+            raise FolderTaken(
                 f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
                 "another folder."
             )

@@ -3,7 +3,7 @@
     python -m experiments.compare model=smollm2_135m budgets=[4.5,5,5.5] \
         searches=[kl,kl_per_bit,fisher,differentiable] seeds=3
     python -m experiments.compare "searches=[kl_per_bit,kl_per_bit+polish,differentiable+polish]" \
-        search.polish_rounds=6
+        search.polish_rounds=12
     python -m experiments.compare budgets=[5] searches=[fisher,differentiable] rounding=[nearest,gptq]
     python -m experiments.compare collect=multirun/budget_curve
     python -m experiments.compare ablate=outputs/run/assignment.json

@@ -235,6 +235,16 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
 
 
+def test_a_refused_start_of_a_sweep_writes_nothing_into_the_folder_of_another_run(run, tmp_path):
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("search: {steps: 7}\n")
+    for _ in range(2):
+        code, _, err = run(search, "-m", *SEARCH, f"hydra.sweep.dir={tmp_path}")
+        assert code and "holds another run" in err
+        assert [p.name for p in folder.iterdir()] == ["config.yaml"]
+
+
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere"])
 def test_a_folder_without_the_right_to_write_is_refused(place, run, tmp_path):
     (tmp_path / "file").write_text("")

@@ -12,6 +12,7 @@ from experiments._maps import format_counts
 from experiments._page_mor import fell_back, mor_page
 from experiments._page_quality import quality_page
 from experiments._plots import pareto
+from experiments._quality_tables import pooled
 from experiments._report_training import digits_log, fallback_digits, loss_curve
 from experiments._results import group_rows
 from mor.statistics import OPERANDS
@@ -101,7 +102,9 @@ def test_methods_are_named_by_what_differs_from_the_exact_settings():
     assert figure is not None
     for name in ("dMX", "dMX gradient_scale=none", "dMX start=kl_per_bit", "kl_per_bit", "fisher"):
         assert f"| none | {name} | ≤ 5 | 3 |" in text
-    assert "| learned | dMX rotation_lr=10 steps=200 | ≤ 5 | 3 | 26.41 ± 0.12 | no heuristic |" in text
+    assert (
+        "| learned | dMX rotation_lr=10 steps=200 | ≤ 5 | 3 | 26.41 ± 0.12 | no heuristic |" in text
+    )
     assert "No records of a test text yet." in text
 
 
@@ -226,3 +229,74 @@ def test_loss_curve_is_thin_and_keeps_the_last_step(tmp_path):
     assert len(curve["train"]["step"]) == len(curve["train"]["loss"]) == 200
     assert curve["train"]["step"][-1] == 499
     assert curve["validation"] == {"step": [0, 1, 2], "loss": [0.0, None, 2.0]}
+
+
+def at_five_bits(**changes: object) -> dict:
+    """One seed on the test text: bf16, and kl_per_bit, fisher and dMX at 5 bits."""
+    record = read("quality_test_none_0")[0]
+    record["requested"]["search"] |= changes
+    rows = record["results"]
+    record["results"] = [r for r in rows if not r["budget"] or r["budget"]["limit"] == 5.0]
+    return record
+
+
+def answer(row: dict, **items: list[int]) -> None:
+    """The row has these items of each task right, 1, or wrong, 0."""
+    row["zero_shot"] = {
+        task: {"metric": "acc", "value": sum(found) / len(found), "stderr": 0.1,
+               "count": len(found), "items": found, "sha256": task}
+        for task, found in items.items()
+    }  # fmt: skip
+
+
+def test_tasks_are_compared_item_by_item_with_the_best_heuristic_and_bf16():
+    record = at_five_bits()
+    rows = {row["label"]: row for row in record["results"]}
+    answer(rows["bf16"], arc=[1, 1, 1, 1], piqa=[1, 0, 1, 1])
+    answer(rows["kl_per_bit"], arc=[1, 1, 1, 0], piqa=[1, 0, 0, 0])
+    answer(rows["dmx"], arc=[1, 1, 0, 0], piqa=[1, 0, 1, 0])
+    _, _, text = quality_page([record])[0].partition("## Zero-shot tasks")
+    assert "| arc, acc | piqa, acc | mean |" in text
+    assert "| – | bf16 | – | 1 | 100.0 | 75.0 | 87.5 |" in text
+    dmx = "| none | dMX | ≤ 5 | 1 |"
+    assert f"{dmx} 50.0 | 50.0 | 50.0 |" in text and "| none | fisher | ≤ 5 | 1 |" not in text
+    # One of four items is exactly one standard error: not bold.
+    assert f"{dmx} kl_per_bit | -25.0 ± 25.0 | +25.0 ± 25.0 | +0.0 ± 17.7 |" in text
+    assert f"{dmx} bf16 | **-50.0 ± 28.9** | -25.0 ± 25.0 | **-37.5 ± 19.1** |" in text
+    del rows["dmx"]["zero_shot"]["piqa"]
+    text, _ = quality_page([record])
+    assert f"{dmx} 50.0 | – | – |" in text and f"{dmx} bf16 | **-50.0 ± 28.9** | – | – |" in text
+    record["results"] = [rows["bf16"], rows["dmx"]]  # no heuristic, as with learned rotations
+    assert f"{dmx} bf16 | **-50.0 ± 28.9** |" in quality_page([record])[0]
+    for row in rows.values():
+        row["zero_shot"] = None
+    assert "Zero-shot tasks" not in quality_page([record])[0]
+
+
+def test_fused_units_stand_apart_and_are_compared_with_layers():
+    layer, fused = at_five_bits(), at_five_bits(units="fused")
+    for row in fused["results"]:
+        if row["search"]:
+            row["perplexity"] *= 1.02
+    text, _ = quality_page([layer, fused])
+    _, _, table = text.partition("## Fused units against layer units")
+    assert "| none, fused units | dMX | ≤ 5 | 28.66 (1) | 28.10 (1) | +2.0 ± " in table
+    assert "| none, fused units | kl_per_bit | ≤ 5 | 28.83 (1) | 28.26 (1) | +2.0 ± " in table
+    assert ", W+A, fused units: transform none" in text
+    assert "bf16 21.64, bf16" not in text  # units mean nothing to bf16
+    assert "| none | nearest | dMX | 28.10 (1) |" in text  # the glance is of layers
+    for alone in (layer, fused):
+        assert "## Fused units" not in quality_page([alone])[0]
+
+
+def test_rows_that_records_measured_alike_count_once_with_their_tasks():
+    plain, asked, other = at_five_bits(), at_five_bits(), at_five_bits()
+    for row in asked["results"]:
+        answer(row, arc=[1, 0])
+    for records in ([plain, asked], [asked, plain], [plain, asked, plain]):
+        groups = [group for found in pooled(records).values() for group in found]
+        assert sorted(g.label for g in groups) == ["bf16", "dMX", "fisher", "kl_per_bit"]
+        assert all(len(g.rows) == 1 and g.rows[0]["zero_shot"] for g in groups)
+    for row in other["results"]:
+        row["nll"] += 1e-6
+    assert {len(g.rows) for found in pooled([plain, other]).values() for g in found} == {2}

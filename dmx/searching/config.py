@@ -77,7 +77,7 @@ class SearchConfig:
     polish_batches: int | None = None
     """Batches that a round of the polish measures on; null = 4, or half of fewer than 8. Up to four
     times as many of the others verify what it proposes; where none is left, the same ones do. If more
-    are left, each round measures on fresh ones."""
+    are left, each round measures on other ones, until all had their turn."""
 
     steps: int = 400
     """> 0; one batch a step."""

@@ -12,10 +12,11 @@ Differences add up only near the choice at which they were measured, so `size` i
 doubles while that finds better choices, or halves until none is better; where none is found, the next best
 few changes of a handful of units are tried one after the other. A proposal costs little, one pass over
 the batches against one for each unit that a measurement takes. The polish ends when no proposal is
-better twice in a row, or after `polish_rounds`.
+better, twice in a row where rounds have batches of their own, or after `polish_rounds`.
 
-Each round measures on batches that no round before it had, while there are any, and adds what earlier rounds
-found with falling weight: the differences of one choice are nearly those of the next, their noise is not.
+Where there are batches enough, each round measures on others than the last, until all had their turn. What was
+measured of a step before counts half with each new measurement: the differences of one choice are nearly
+those of the next, their noise is not.
 
 The best of many noisy measurements is partly the luckiest: on 512 tokens, proposals for 210 layers that
 lowered the KL of those tokens by 6 % raised that of others by as much. So proposals are verified on
@@ -55,9 +56,9 @@ JUDGES = 4
 KEPT_LOGITS = {"cuda": 1 << 32, "cpu": 1 << 27}
 """Logits of the unquantized model on the batches that verify, by device type; more are run anew."""
 MEMORY = 0.5
-"""Weight of what was known before a round against its own measurement, on fresh batches."""
+"""Weight of what was known of a step against a new measurement on other batches."""
 PATIENCE = 2
-"""Rounds in a row without a better choice that end the polish; 1 where no fresh batches are left."""
+"""Rounds in a row without a better choice that end the polish; 1 where all rounds measure on the same batches."""
 FIRST_SHARE = 4
 """The first trust region is the units divided by this."""
 HANDFUL = 4
@@ -97,23 +98,26 @@ class Polish:
         self.processes = Processes(self.device)
         count = config.polish_batches or max(1, min(DEFAULT_BATCHES, len(batches) // 2))
         self.batches = [self.processes.own_rows(b) for b in batches]
-        pool = list(range(len(batches)))
-        self.judging = pool[count : (1 + JUDGES) * count] or pool[:count]
-        self.measuring = pool[:count]
+        every = list(range(len(batches)))
+        self.judging = every[count : (1 + JUDGES) * count] or every[:count]
+        self.measuring = every[:count]
         """Of the first round; `measured_on` tells of the others."""
-        self.pool = self.measuring + pool[(1 + JUDGES) * count :]
+        self.pool = self.measuring + every[(1 + JUDGES) * count :]
         self.has_fresh = len(self.pool) >= 2 * count
         self.start = np.array(start, dtype=np.int64)
         self.choice = self.start.copy()
         self.size = max(2, len(space.units) // FIRST_SHARE)
-        self.gain: np.ndarray | None = None
+        self.gain = np.zeros((len(space.units), len(space.formats) - 1))
         """(U, F-1) KL that each step saves, as measured so far."""
-        self.weight = np.zeros((len(space.units), len(space.formats) - 1))
+        self.weight = np.zeros_like(self.gain)
         """(U, F-1) of the measurements in `gain`; 0: none, `gain` is extrapolated."""
         self.fruitless = 0
         self.rows: list[dict[str, Any]] = []
-        self.is_finished = False
         self._references: dict[int, Divergence] = {}
+
+    @property
+    def is_finished(self) -> bool:
+        return self.fruitless >= (PATIENCE if self.has_fresh else 1)
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -179,10 +183,10 @@ class Polish:
             sums[-1] += reference.sum(disturbances.start(tokens, self.formats(self.choice)))
             sums[:-1] += disturbances.kl_sums(changes, reference, lambda _: advance(note))
         kls = self._token_mean(sums, len(measuring))
-        gain = np.full(self.weight.shape, np.nan)
-        for (u, f), rise in zip(steps, kls[:-1] - kls[-1], strict=True):
-            own = int(self.choice[u])
-            gain[u, min(own, f)] = rise if f < own else -rise
+        unit, changed = np.array(steps).T
+        own = self.choice[unit]
+        gain = np.full(self.gain.shape, np.nan)
+        gain[unit, np.minimum(own, changed)] = (own - changed) * (kls[:-1] - kls[-1])
         return gain
 
     def _learn(self, measured: np.ndarray) -> None:
@@ -190,10 +194,8 @@ class Polish:
         nearest of those that were, by STEP_RATIO."""
         is_new = np.isfinite(measured)
         old = self.weight * (MEMORY if self.has_fresh else 0.0)
-        gain = np.full(measured.shape, np.nan) if self.gain is None else self.gain.copy()
-        gain[self.weight == 0] = np.nan
-        mean = (measured + old * np.where(old > 0, gain, 0.0)) / (1.0 + old)
-        gain = np.where(is_new, mean, gain)
+        known = np.where(self.weight > 0, self.gain, np.nan)
+        gain = np.where(is_new, (measured + old * self.gain) / (1.0 + old), known)
         self.weight = np.where(is_new, 1.0 + old, self.weight)
         for s in range(1, gain.shape[1]):
             above = np.where(gain[:, s - 1] > 0, gain[:, s - 1] / STEP_RATIO, gain[:, s - 1])
@@ -206,7 +208,6 @@ class Polish:
     def scores(self) -> np.ndarray:
         """(U, F) by how much the KL rises with each unit at each candidate, the others as chosen, by
         `gain`; inf where that is extrapolated."""
-        assert self.gain is not None
 
         def to_own(values: np.ndarray) -> np.ndarray:
             """(U, F) sums of (U, F-1) steps between each candidate and a unit's own; negative below."""
@@ -218,8 +219,7 @@ class Polish:
     # --- choosing ------------------------------------------------------------------------------
 
     def preference(self) -> np.ndarray:
-        """(U, F-1) KL saved per added bit, by the last measurement."""
-        assert self.gain is not None
+        """(U, F-1) KL saved per added bit, by `gain`."""
         bits = np.diff(self.space.candidate_bits(self.budget.unit))
         return self.gain / (self.space.weights[:, None] * bits[None])
 
@@ -295,8 +295,9 @@ class Polish:
         self._learn(self._measure(bank, disturbances, advance))
         best, kl, tried = self._best_nearby(self.scores(), lambda c: self.divergence(c, bank), now)
         self.fruitless = self.fruitless + 1 if best is self.choice else 0
-        if best is self.choice:
-            self.is_finished = self.fruitless == (PATIENCE if self.has_fresh else 1)
+        is_last = self.is_finished or len(self.rows) == self.config.polish_rounds
+        if best is self.choice and is_last:
+            # Room that the last measurement says to use, though no proposal of its own verified it.
             best = self._maximal(best)
             if not np.array_equal(best, self.choice):
                 kl, tried = self.divergence(best, bank), tried + 1
@@ -344,9 +345,8 @@ class Polish:
         write_json(self.folder / STATE_FILE, {
             "fingerprint": self.fingerprint, "start": self.start.tolist(),
             "choice": self.choice.tolist(), "size": self.size,
-            "gain": None if self.gain is None else self.gain.tolist(),
-            "weight": self.weight.tolist(), "fruitless": self.fruitless, "rows": self.rows,
-            "is_finished": self.is_finished, "seconds": self.clock.seconds,
+            "gain": self.gain.tolist(), "weight": self.weight.tolist(), "fruitless": self.fruitless, "rows": self.rows,
+            "seconds": self.clock.seconds,
         })  # fmt: skip
 
     def resume(self) -> None:
@@ -363,10 +363,10 @@ class Polish:
             fits = state["fingerprint"] == self.fingerprint
             fits = fits and state["start"] == self.start.tolist()
             choice = np.array(state["choice"], dtype=np.int64)
-            gain = None if state["gain"] is None else np.array(state["gain"], dtype=np.float64)
+            gain = np.array(state["gain"], dtype=np.float64)
             weight, fruitless = np.array(state["weight"], dtype=np.float64), int(state["fruitless"])
             rows, size = list(state["rows"]), int(state["size"])
-            is_finished, seconds = bool(state["is_finished"]), float(state["seconds"])
+            seconds = float(state["seconds"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{path} is damaged ({type(error).__name__}: {error}). Delete it to polish again."
@@ -378,4 +378,4 @@ class Polish:
             )
         self.choice, self.gain, self.rows, self.size = choice, gain, rows, size
         self.weight, self.fruitless = weight, fruitless
-        self.is_finished, self.clock.before = is_finished, seconds
+        self.clock.before = seconds

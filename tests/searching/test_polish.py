@@ -19,7 +19,7 @@ from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, replay, search_space
 from dmx.searching.heuristics import random_preference, solve_knapsack
 from dmx.searching.offsets import searching_model
-from dmx.searching.polish import LOG_FILE, STATE_FILE, Polish
+from dmx.searching.polish import KEPT_LOGITS, LOG_FILE, STATE_FILE, Polish
 
 FAMILIES = ("mxfp6_mxfp4", "mxfp8_mxfp6_mxfp4")
 
@@ -203,12 +203,15 @@ def polish_and_die(model, tokens, config, folder, after):
         handle.remove()
 
 
+@pytest.mark.parametrize("has_fresh", [False, True])
 @pytest.mark.parametrize("name", ["random", "differentiable"])
-def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, tiny, tmp_path):
+def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tiny, tmp_path):
     """In the search, before the first round, while measuring, while verifying, at the end."""
     model, tokens = tiny
+    if has_fresh:
+        tokens = tokens + [t.flip(0) + 1 for t in tokens]
     config = SearchConfig(
-        name=name, polish_rounds=3, steps=6, raw_start=1.0, checkpoint_every=2,
+        name=name, polish_rounds=6, polish_batches=1, steps=6, raw_start=1.0, checkpoint_every=2,
         evaluate_every=6,
     )  # fmt: skip
     calls = itertools.count()
@@ -387,3 +390,46 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     run.divergence = lambda choice, _: float((choice != start).sum())
     run.run()
     assert np.array_equal(run.choice, start) and run.is_finished
+
+
+def test_a_step_keeps_what_an_earlier_choice_showed_of_it(tiny):
+    model, tokens = tiny
+    config = SearchConfig(name="random", polish_rounds=1, family="mxfp8_mxfp6_mxfp4")
+    space = search_space(model, config)
+    run = Polish(
+        model, tokens, space, Budget(8.0), config, start=np.zeros(len(space.units)), folder=None,
+        fingerprint="", clock=Stopwatch(),
+    )  # fmt: skip
+    run._learn(np.tile([16.0, np.nan], (len(space.units), 1)))
+    np.testing.assert_array_equal(run.gain[0], [16.0, 1.0])  # the upper step by STEP_RATIO
+    np.testing.assert_array_equal(run.scores()[0], [0.0, -16.0, np.inf])
+    run.choice[:] = 2
+    run._learn(np.tile([np.nan, 3.0], (len(space.units), 1)))
+    np.testing.assert_array_equal(run.scores()[0], [19.0, 3.0, 0.0])
+
+
+def test_reference_logits_that_do_not_fit_are_run_anew(tiny, monkeypatch):
+    model, tokens = tiny
+    config = SearchConfig(name="random", polish_rounds=1, polish_batches=1)
+    start = random_start(search_space(model, config), Budget(4.8), 1)
+    kept = polish(model, tokens, Budget(4.8), config, start)
+    monkeypatch.setitem(KEPT_LOGITS, "cpu", 0)
+    anew = polish(model, tokens, Budget(4.8), config, start)
+    assert set(kept._references) == set(kept.judging) and not anew._references
+    assert without_seconds(anew.rows) == without_seconds(kept.rows)
+
+
+def test_two_rounds_in_a_row_without_a_better_choice_end_it(tiny):
+    model, tokens = tiny
+    config = SearchConfig(name="random", polish_rounds=9, polish_batches=1)
+    space = search_space(model, config)
+    run = Polish(
+        model, tokens * 2, space, Budget(5.0), config, start=random_start(space, Budget(5.0), 1),
+        folder=None, fingerprint="", clock=Stopwatch(),
+    )  # fmt: skip
+    better = iter([False, True, False, False])
+    run._best_nearby = lambda _scores, _divergence, now: (
+        run.choice.copy() if next(better) else run.choice, now, 1
+    )  # fmt: skip
+    run.run()
+    assert run.is_finished and len(run.rows) == 1 + 4
