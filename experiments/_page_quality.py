@@ -33,7 +33,6 @@ from experiments._results import (
     Group,
     accuracy,
     item_difference,
-    number_text,
     spread_text,
     zero_shot_tasks,
 )
@@ -81,9 +80,7 @@ def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 def references(groups: Iterable[Group]) -> str:
     """bf16 and uniform formats in a line."""
     return ", ".join(
-        f"{g.label} {number_text(mean_perplexity(g))}"
-        for g in groups
-        if g.search in (None, "uniform")
+        f"{g.label} {mean_perplexity(g):.2f}" for g in groups if g.search in (None, "uniform")
     )
 
 
@@ -96,13 +93,18 @@ def method_table(groups: Sequence[Group]) -> list[str]:
     rows = [
         [label]
         + [
-            f"{spread_text(found.statistic('perplexity'))} ({len(found.rows)})"
+            f"{_perplexity_text(found)} ({len(found.rows)})"
             if (found := cells.get((label, budget))) else "–"
             for budget in budgets
         ]
         for label in labels
     ]  # fmt: skip
     return markdown(["method", *(f"≤ {limit:g} {unit}" for limit, unit in budgets)], rows)
+
+
+def _perplexity_text(group: Group) -> str:
+    """Two decimals, also of a weak model."""
+    return spread_text(group.statistic("perplexity"), 5 if mean_perplexity(group) >= 100 else 4)
 
 
 def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
@@ -167,11 +169,11 @@ def against_heuristics(table: Table, tables: Mapping[Table, Sequence[Group]]) ->
         bits = group.statistic(group.budget[1])
         named, overall = "–", ("–", "–")
         if best is not None:
-            named = f"{best.label} {number_text(mean_perplexity(best))}"
+            named = f"{best.label} {mean_perplexity(best):.2f}"
         if of_any is not None:
             transform, other = of_any
             overall = (
-                f"{other.label}, {transform}: {number_text(mean_perplexity(other))}",
+                f"{other.label}, {transform}: {mean_perplexity(other):.2f}",
                 percent_text(group, other),
             )
         rows.append([
@@ -302,11 +304,12 @@ def _share_high(formats: Mapping[str, int]) -> float:
 
 
 def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str]:
-    """dMX and the best heuristic over bits, for each transform and rounding of one model and text:
-    the test text of the model with most rows, the validation text where no test exists."""
+    """dMX and the best heuristic over bits, for each transform of one model and text, rounded to
+    nearest, at the budgets that all have: the test text of the model with most rows, the validation
+    text where no test exists."""
     joint = {
         t: g for t, g in tables.items()
-        if not t.is_separate and t.operands != "W" and t.units == "layer"
+        if not t.is_separate and t.operands != "W" and t.units == "layer" and t.rounding == "nearest"
     }  # fmt: skip
     sizes: Counter[tuple[bool, str, str]] = Counter()
     for table, groups in joint.items():
@@ -314,25 +317,25 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     if not sizes:
         return None, ""
     _, model, text = max(sizes, key=lambda key: (key[0], sizes[key]))
+    of = {t: g for t, g in joint.items() if (t.model, t.text) == (model, text)}
+    with_dmx = {t: {g.budget for g in groups if is_dmx(g)} for t, groups in of.items()}
+    common = set.intersection(*filter(None, with_dmx.values())) if any(with_dmx.values()) else set()
     shown: list[Group] = []
-    for table, groups in joint.items():
-        if (table.model, table.text) != (model, text):
-            continue
+    for table, groups in of.items():
         shown += [g for g in groups if g.search in (None, "uniform")]
-        name = " + ".join(
-            [*([] if table.transform == "none" else [table.transform.replace("_", " ")]),
-             *([] if table.rounding == "nearest" else [table.rounding])]
-        )  # fmt: skip
-        for budget in sorted({g.budget for g in groups if g.budget and g.search != "uniform"}):
+        for budget in sorted(b for b in common if b is not None):
             at = [g for g in groups if g.budget == budget]
-            ours = min(filter(is_dmx, at), key=lambda g: (g.label != "dMX", g.label), default=None)
+            if not at:
+                continue
+            ours = min(filter(is_dmx, at), key=mean_perplexity, default=None)
             theirs = best_heuristic(at[0], at)
             for found, what in ((theirs, "best heuristic"), (ours, "dmx")):
                 if found is not None:
-                    label = f"{what} + {name}" if name else what
+                    name = table.transform.replace("_", " ")
+                    label = what if table.transform == "none" else f"{what} + {name}"
                     kind = "differentiable" if what == "dmx" else what
                     shown.append(replace(found, label=label, search=kind))
-    return pareto(shown, zoom=True), f"{model}, {text}: dMX and the best heuristic."
+    return pareto(shown, zoom=True), f"{model}, {text}: the best dMX and the best heuristic."
 
 
 def conditions(records: Sequence[Record]) -> list[str]:

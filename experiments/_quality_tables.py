@@ -202,8 +202,10 @@ def percent_text(group: Group, reference: Group | None) -> str:
     if reference is None or reference is group:
         return "–"
     noise = paired_difference(group, reference).noise
-    share = round(percent(group, reference), 1) + 0.0  # no -0.0
-    return f"{share:+.1f}" + ("" if noise is None else f" ± {100 * noise:.1f}")
+    decimals = 2 if noise is not None and 100 * noise < 0.05 else 1
+    share = round(percent(group, reference), decimals) + 0.0  # no -0.0
+    text = f"{share:+.{decimals}f}"
+    return text if noise is None else f"{text} ± {100 * noise:.{decimals}f}"
 
 
 def is_validation(table: Table) -> bool:
