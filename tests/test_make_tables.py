@@ -281,7 +281,9 @@ def test_fused_units_stand_apart_and_are_compared_with_layers():
     text, _ = quality_page([layer, fused])
     _, _, table = text.partition("## Fused units against layer units")
     assert "| none, fused units | dMX | ≤ 5 | 28.66 (1) | 28.10 (1) | +2.00 ± 0.00 |" in table
-    assert "| none, fused units | kl_per_bit | ≤ 5 | 28.83 (1) | 28.26 (1) | +2.00 ± 0.00 |" in table
+    assert (
+        "| none, fused units | kl_per_bit | ≤ 5 | 28.83 (1) | 28.26 (1) | +2.00 ± 0.00 |" in table
+    )
     assert ", W+A, fused units: transform none" in text
     assert "bf16 21.64, bf16" not in text  # units mean nothing to bf16
     assert "| none | nearest | dMX | 28.10 (1) |" in text  # the glance is of layers
