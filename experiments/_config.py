@@ -162,6 +162,8 @@ class SearchRun:
         check_choice(self.rounding, ROUNDINGS, "rounding")
         for name in self.baselines:
             check_choice(name, BASELINES, "baselines")
+        if self.calibration.batches is not None:
+            self.search.check_batches(self.calibration.batches)
 
 
 @dataclass(kw_only=True)
@@ -205,7 +207,9 @@ class CompareRun:
         for name in self.searches:
             check_choice(name.removesuffix(POLISH), SEARCHES, "searches")
             # Refuses what cannot be polished, and learned rotations that nobody learns.
-            self.settings(name, self.search.seed, self.learner)
+            settings = self.settings(name, self.search.seed, self.learner)
+            if self.calibration.batches is not None:
+                settings.check_batches(self.calibration.batches)
         polished = [name for name in self.searches if name.endswith(POLISH)]
         if bool(polished) != bool(self.search.polish_rounds):
             raise ConfigError(

@@ -17,7 +17,7 @@ from dmx.data import DataConfig, encode, load_text
 from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
 from dmx.models import byte_tokenizer
-from experiments import _rows, evaluate, search
+from experiments import _rows, compare, evaluate, search
 from experiments._collect import check_comparable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -207,6 +207,19 @@ def test_text_shorter_than_a_window_is_refused_before_the_search(run, tmp_path, 
             "baselines=[]", f"run.folder={tmp_path / part}",
         )  # fmt: skip
         assert code == 2 and f"DataError: {words}" in err
+
+
+def test_more_batches_than_calibration_gives_are_refused_before_anything_is_measured(run, tmp_path):
+    folder = tmp_path / "run"
+    few = "calibration.batches=2"
+    for command, asked, name in (
+        (search, ["search.polish_rounds=1", "search.polish_batches=9"], "polish_batches=9"),
+        (search, ["search.name=fisher", "search.score_batches=3"], "score_batches=3"),
+        (compare, ["searches=[kl]", "search.score_batches=3"], "score_batches=3"),
+    ):
+        code, _, err = run(command, *TINY, few, *asked, f"run.folder={folder}")
+        assert code == 2 and f"search.{name}, but there are 2 batches" in err
+        assert not folder.exists()
 
 
 def test_a_corrected_command_may_use_the_folder_of_a_failed_start(run, tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from dmx.budget import Operands, Units, Weighting
-from dmx.errors import DmxError, FormatError
+from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
     FAMILIES,
     SCALE_RULES,
@@ -259,6 +259,18 @@ class SearchConfig:
     def needs_scan(self) -> bool:
         """Whether units are measured on `score_batches`."""
         return self.name in SCANS or (self.name == "differentiable" and self.start != "constant")
+
+    def check_batches(self, count: int) -> None:
+        """Raise DataError where a part of the search asks for more batches than there are."""
+        for setting, is_used in (
+            ("score_batches", self.needs_scan), ("polish_batches", self.polish_rounds > 0)
+        ):  # fmt: skip
+            asked = getattr(self, setting)
+            if is_used and asked is not None and asked > count:
+                raise DataError(
+                    f"search.{setting}={asked}, but there are {count} batches: give more "
+                    f"(calibration.batches), or set search.{setting}=null"
+                )
 
     @property
     def format_family(self) -> Family:

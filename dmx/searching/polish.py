@@ -367,6 +367,10 @@ class Polish:
             weight, fruitless = np.array(state["weight"], dtype=np.float64), int(state["fruitless"])
             rows, size = list(state["rows"]), int(state["size"])
             seconds = float(state["seconds"])
+            if not (
+                choice.shape == self.choice.shape and gain.shape == weight.shape == self.gain.shape
+            ):
+                raise ValueError(f"{choice.shape}, {gain.shape}, {weight.shape}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{path} is damaged ({type(error).__name__}: {error}). Delete it to polish again."

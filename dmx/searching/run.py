@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dmx.assignment import Assignment, make_assignment
 from dmx.budget import Budget, SearchSpace, build_space
-from dmx.errors import DataError, FormatError, ModelError
+from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.layers import is_applied
@@ -110,15 +110,7 @@ def search(
     space = search_space(model, config)
     space.check_budget(budget)
     listed = list_batches(batches, model)
-    for setting, is_used in (
-        ("score_batches", config.needs_scan), ("polish_batches", config.polish_rounds > 0)
-    ):  # fmt: skip
-        asked = getattr(config, setting)
-        if is_used and asked is not None and asked > len(listed):
-            raise DataError(
-                f"search.{setting}={asked}, but there are {len(listed)} batches: give more "
-                f"(calibration.batches), or set search.{setting}=null"
-            )
+    config.check_batches(len(listed))
     where = None if folder is None else Path(folder)
     clock = Stopwatch()
     device = next(model.parameters()).device

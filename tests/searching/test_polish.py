@@ -287,7 +287,9 @@ def test_states_that_do_not_fit_are_refused(tiny, tmp_path):
             RunError, match=r"polish_state\.json is of a polish with other settings"
         ):
             dmx.search(model, data, Budget(budget), other, folder=tmp_path)
-    for damaged in ("", "{}", "[1]"):
+    cut = json.loads((tmp_path / STATE_FILE).read_text())
+    cut["gain"].pop()
+    for damaged in ("", "{}", "[1]", json.dumps(cut)):
         (tmp_path / STATE_FILE).write_text(damaged)
         with pytest.raises(RunError, match=r"polish_state\.json is damaged .*Delete it to polish"):
             dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
