@@ -99,11 +99,12 @@ def main(cfg: DictConfig) -> None:
         loaded = load_model(config.model, run.device)
         tokens = None if text is None else _windows(config, encode(loaded.tokenizer, text))
         assignment = source.on(loaded.model)
-        assignment.save(run.path("assignment.json"))
         done = dmx.export(
             loaded.model, assignment, folder, tokenizer=loaded.tokenizer, tokens=tokens,
             max_shard_bytes=int(config.max_shard_gigabytes * 1e9), **target,
         )  # fmt: skip
+        # After the export, so that one that fails leaves a folder which a corrected command may use.
+        assignment.save(run.path("assignment.json"))
         run.facts = {
             "model": loaded.provenance,
             "data": {},
