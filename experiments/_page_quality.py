@@ -354,9 +354,11 @@ def conditions(records: Sequence[Record]) -> list[str]:
     versions = sorted({r["versions"]["torch"] for r in records})
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
     return [
-        f"- Method names give what differs from: {asked}. Heuristics have the first two. "
+        f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
         "dMX with a learned rotation: differs from search=learned. "
-        "Units are layers where nothing else is said.",
+        "Units are layers where nothing else is said. dMX: search=exact; + polish: rounds of verified exchanges after it.",
+        '- Bars are what this project asked of itself before it measured; a negative "minus it, %" is a lower perplexity. '
+        "Fewer seeds than three: the run was stopped.",
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
