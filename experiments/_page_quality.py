@@ -199,7 +199,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     accuracies, differences = [], []
     for table, groups in sorted(asked.items(), key=lambda item: _order(item[0])):
         full = next(iter(_unquantized(asked, table)), None)
-        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+        for group in sorted(groups, key=_by_budget):
             where = [
                 table.model, "–" if group.search is None else table.setting, group.label,
                 f"≤ {group.budget[0]:g}" if group.budget else "–", len(group.rows),
@@ -227,6 +227,11 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             "Bold: more than one standard error below. The best heuristic is that of perplexity.",
         ]  # fmt: skip
     return lines
+
+
+def _by_budget(group: Group) -> tuple[Any, ...]:
+    """Order of a table's rows: heuristics first at each budget."""
+    return group.budget or (0.0, ""), is_dmx(group)
 
 
 def _asked(group: Group) -> Group | None:
@@ -260,7 +265,7 @@ def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
         if table.units == "layer":
             continue
         layer = {(g.label, g.budget): g for g in tables.get(replace(table, units="layer"), ())}
-        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+        for group in sorted(groups, key=_by_budget):
             other = layer.get((group.label, group.budget))
             if group.budget and other is not None:
                 rows.append([
@@ -278,7 +283,7 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
         if table.rounding != "nearest" or table.operands == "W":  # the same choices again
             continue
-        for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), is_dmx(g))):
+        for group in sorted(groups, key=_by_budget):
             counts = [row["format_counts"] for row in group.rows if row.get("format_counts")]
             if group.budget is None or group.search == "uniform" or not counts:
                 continue

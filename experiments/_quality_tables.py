@@ -6,6 +6,7 @@ heuristic" is the one with the lowest mean perplexity at the same model, text, o
 rounding and budget; "any transform" leaves the transform open.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,10 +90,12 @@ def base_settings(records: Iterable[Record]) -> dict[str, Any]:
         for key, value in record["requested"]["search"].items():
             found.setdefault(key, Counter())[json.dumps(value)] += 1
     common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
-    return common | _config("polished") | _config("exact")
+    return common | _search_file("polished") | _search_file("exact")
 
 
-def _config(name: str) -> dict[str, Any]:
+@functools.cache
+def _search_file(name: str) -> dict[str, Any]:
+    """What a file of configs/search sets; not to be changed."""
     found: Any = OmegaConf.to_container(OmegaConf.load(SETTINGS / f"{name}.yaml"))
     return {key: value for key, value in found.items() if key != "defaults"}
 
@@ -103,7 +106,7 @@ def variant(
     """What differs from the base, among the settings that a search of this kind reads."""
     rotation = settings.get("transform") == "learned"
     if rotation:
-        base = {**base, **_config("learned")}
+        base = {**base, **_search_file("learned")}
     named = []
     for key, value in settings.items():
         known = key in _SHARED or kind.startswith("differentiable")
