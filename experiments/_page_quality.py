@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 
 from experiments._maps import PROJECTIONS
 from experiments._markdown import markdown, met
-from experiments._plots import pareto
+from experiments._plots import standings
 from experiments._quality_tables import (
     BAR_MODEL,
     BAR_TEXT,
     Table,
     base_settings,
     best_heuristic,
-    best_transformed,
     is_dmx,
     is_validation,
     mean_perplexity,
@@ -33,6 +32,7 @@ from experiments._results import (
     Group,
     accuracy,
     item_difference,
+    paired_difference,
     spread_text,
     zero_shot_tasks,
 )
@@ -63,11 +63,11 @@ def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
         for group in sorted(groups, key=lambda g: (g.budget or (0.0, ""), mean_perplexity(g))):
             if group.budget is None or group.search == "uniform":
                 continue
-            best = best_heuristic(group, groups)
+            best = best_heuristic(group.budget, groups)
             against = "no heuristic" if best is None else percent_text(group, best)
             seconds = group.statistic("search_seconds").mean
             rows.append([
-                table.setting, group.label, f"≤ {group.budget[0]:g}", len(group.rows),
+                table.setting, group.label, _limit(group.budget), len(group.rows),
                 spread_text(group.statistic("perplexity")), against,
                 "–" if seconds is None else f"{seconds:.0f}",
             ])  # fmt: skip
@@ -99,7 +99,14 @@ def method_table(groups: Sequence[Group]) -> list[str]:
         ]
         for label in labels
     ]  # fmt: skip
-    return markdown(["method", *(f"≤ {limit:g} {unit}" for limit, unit in budgets)], rows)
+    return markdown(["method", *map(_limit, budgets)], rows)
+
+
+def _limit(budget: tuple[float, str] | None) -> str:
+    """As a table's cell; element_bits go without saying."""
+    if budget is None:
+        return "–"
+    return f"≤ {budget[0]:g}" + ("" if budget[1] == "element_bits" else f" {budget[1]}")
 
 
 def _perplexity_text(group: Group) -> str:
@@ -109,7 +116,7 @@ def _perplexity_text(group: Group) -> str:
 
 def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Of the model and text of the bars: in each table the best heuristic and dMX, by budget."""
-    shown = {t: g for t, g in sorted(tables.items(), key=lambda x: _order(x[0])) if t.has_bars}
+    shown = {t: g for t, g in _ordered(tables) if t.has_bars}
     budgets = sorted({g.budget for groups in shown.values() for g in groups if g.budget})
 
     def cell(group: Group | None, name: str = "") -> str:
@@ -120,89 +127,115 @@ def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 
     rows = []
     for table, groups in shown.items():
-        at = {b: [g for g in groups if g.budget == b] for b in budgets}
-        best = [best_heuristic(at[b][0], at[b]) if at[b] else None for b in budgets]
+        best = [best_heuristic(budget, groups) for budget in budgets]
         if any(best):
             cells = [cell(g, g.label if g else "") for g in best]
             rows.append([table.transform, table.rounding, "best heuristic", *cells])
         for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
-            found = [next((g for g in at[b] if g.label == label), None) for b in budgets]
-            rows.append([table.transform, table.rounding, label, *map(cell, found)])
+            of = {g.budget: g for g in groups if g.label == label}
+            rows.append(
+                [table.transform, table.rounding, label, *(cell(of.get(b)) for b in budgets)]
+            )
     if not rows:
         return []
-    heads = [f"≤ {limit:g} {unit}" for limit, unit in budgets]
-    full = references(_unquantized(tables, next(iter(shown))))
+    heads = map(_limit, budgets)
+    first = next(iter(shown))
+    full = references(_unquantized(tables, first.model, first.text))
     note = "Mean perplexity, seeds in brackets; lower is better."
     note = f"{note} {full}." if full else note
     return [*markdown(["transform", "rounding", "method", *heads], rows), "", note]
 
 
-def bars(table: Table, group: Group, best: Group | None) -> tuple[str, str]:
-    """(bar, reach): what is asked of dMX in this table at this budget, and met or missed."""
+def bars(table: Table, group: Group, best: Group | None) -> str:
+    """What is asked of dMX in this table at this budget, and whether it is met."""
     limit = group.budget[0] if group.budget and group.budget[1] == "element_bits" else None
     if not table.has_bars or limit not in REACH:
-        return "", ""
-    gain = None if best is None else -percent(group, best)
-    found = mean_perplexity(group)
+        return ""
+
+    def margin(wanted: float) -> str:
+        verdict = "no heuristic" if best is None else met(-percent(group, best) >= wanted)
+        return f"≥ {wanted:g} % below: {verdict}"
+
+    def at_most(wanted: float) -> str:
+        return f"≤ {wanted:g}: {met(mean_perplexity(group) <= wanted)}"
+
+    nearest = table.rounding == "nearest"
     if table.transform == "none":
-        if table.rounding != "nearest":
-            return "", ""
-        margin = PLAIN_MARGINS[limit]
-        verdict = "no heuristic" if gain is None else met(gain >= margin)
-        return f"≥ {margin:g} % below: {verdict}", ""
-    bar = ""
-    if table.rounding == "nearest":
-        verdict = "no heuristic" if gain is None else met(gain >= ROTATED_MARGIN)
-        wanted = ROTATED_PERPLEXITY[limit]
-        bar = f"≤ {wanted:g}: {met(found <= wanted)}; ≥ {ROTATED_MARGIN:g} % below: {verdict}"
-    return bar, f"≤ {REACH[limit]:g}: {met(found <= REACH[limit])}"
+        return margin(PLAIN_MARGINS[limit]) if nearest else ""
+    found = [at_most(ROTATED_PERPLEXITY[limit]), margin(ROTATED_MARGIN)] if nearest else []
+    return "; ".join([*found, f"reach {at_most(REACH[limit])}"])
 
 
-def against_heuristics(table: Table, tables: Mapping[Table, Sequence[Group]]) -> list[str]:
-    """A row for each dMX method and budget of a table."""
-    groups = tables[table]
-    rows = []
-    for group in sorted(filter(is_dmx, groups), key=lambda g: (g.budget or (0.0, ""), g.label)):
-        if group.budget is None:
-            continue
-        best, of_any = best_heuristic(group, groups), best_transformed(table, group, tables)
-        bits = group.statistic(group.budget[1])
-        named, overall = "–", ("–", "–")
-        if best is not None:
-            named = f"{best.label} {mean_perplexity(best):.2f}"
-        if of_any is not None:
-            transform, other = of_any
-            overall = (
-                f"{other.label}, {transform}: {mean_perplexity(other):.2f}",
-                percent_text(group, other),
-            )
-        rows.append([
-            f"≤ {group.budget[0]:g}", group.label, "–" if bits.mean is None else f"{bits.mean:.3f}",
-            named, percent_text(group, best), *overall, *bars(table, group, best),
-        ])  # fmt: skip
-    head = [
-        "budget", "method", "bits reached", "best heuristic", "minus it, %",
-        "best heuristic, any transform", "minus it, %", "bar", "reach",
+def standing(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """Of one model: every dMX method minus the best heuristic of its table, by budget, and a
+    sentence that counts."""
+    budgets = sorted({g.budget for groups in tables.values() for g in groups if g.budget})
+    rows, verdicts = [], Counter[str]()
+    for table, groups in _ordered(tables):
+        for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
+            cells = []
+            for budget in budgets:
+                at = {g.label: g for g in groups if g.budget == budget}
+                ours, best = at.get(label), best_heuristic(budget, groups)
+                if ours is None or best is None:
+                    cells.append("–")
+                    continue
+                verdict = _verdict(ours, best)
+                verdicts[verdict] += 1
+                text = percent_text(ours, best)
+                cells.append(f"**{text}**" if verdict == "lower" else text)
+            if any(cell != "–" for cell in cells):
+                rows.append([table.setting, label, *cells])
+    if not rows:
+        return []
+    return [
+        *markdown(["transform", "method", *map(_limit, budgets)], rows), "",
+        "Perplexity minus that of the best heuristic, %. dMX is lower by more than one standard error in "
+        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']}"
+        + (f"; in {same} both chose the same." if (same := verdicts["same"]) else "."),
     ]  # fmt: skip
-    for column in (8, 7):  # where nothing is asked, no column
-        if not any(row[column] for row in rows):
-            head.pop(column)
-            rows = [row[:column] + row[column + 1 :] for row in rows]
-    return markdown(head, rows) if rows else []
+
+
+def _verdict(group: Group, reference: Group) -> str:
+    found = paired_difference(group, reference)
+    if found.mean == 0.0:
+        return "same"
+    if not found.is_clear:
+        return "within"
+    return "lower" if (found.mean or 0.0) < 0 else "higher"
+
+
+def bar_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+    """What was asked of dMX, what it reached, and whether that is met."""
+    rows = []
+    for table, groups in _ordered(tables):
+        for group in sorted(filter(is_dmx, groups), key=lambda g: (g.budget or (0.0, ""), g.label)):
+            best = best_heuristic(group.budget, groups)
+            if wanted := bars(table, group, best):
+                rows.append([
+                    table.setting, _limit(group.budget), group.label, f"{mean_perplexity(group):.2f}",
+                    percent_text(group, best), wanted,
+                ])  # fmt: skip
+    head = ("transform", "budget", "method", "perplexity", "minus best heuristic, %", "asked")
+    note = (
+        "Asked before it was measured. What a bar that is missed was tried with, and why it stops there: "
+        "[lab notes](../lab-notes.md)."
+    )
+    return [*markdown(head, rows), "", note] if rows else []
 
 
 def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
-    """Zero-shot accuracy of all methods, and dMX against the best heuristic, item by item."""
-    asked = {t: [found for g in groups if (found := _asked(g))] for t, groups in tables.items()}
-    every = [g for groups in asked.values() for g in groups]
+    """Of one model: zero-shot accuracy of all methods, and dMX against the best heuristic, item by
+    item."""
+    measured = {t: [found for g in groups if (found := _asked(g))] for t, groups in tables.items()}
+    every = [g for groups in measured.values() for g in groups]
     tasks = zero_shot_tasks(every)
+    full = next((g for g in every if g.search is None), None)
     accuracies, differences = [], []
-    for table, groups in sorted(asked.items(), key=lambda item: _order(item[0])):
-        full = next(iter(_unquantized(asked, table)), None)
+    for table, groups in sorted(measured.items(), key=lambda x: (full not in x[1], _order(x[0]))):
         for group in sorted(groups, key=_by_budget):
             where = [
-                table.model, "–" if group.search is None else table.setting, group.label,
-                f"≤ {group.budget[0]:g}" if group.budget else "–", len(group.rows),
+                "–" if group is full else table.setting, group.label, _limit(group.budget), len(group.rows),
             ]  # fmt: skip
             shares = [accuracy(group, task) for task in tasks]
             known = [a.value for a in shares if a]
@@ -210,7 +243,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             accuracies.append(
                 [*where, *(f"{100 * a.value:.1f}" if a else "–" for a in shares), mean]
             )
-            for other in (best_heuristic(group, groups), full) if is_dmx(group) else ():
+            for other in (best_heuristic(group.budget, groups), full) if is_dmx(group) else ():
                 if other is not None:
                     differences.append([*where, other.label, *_points(group, other, tasks)])
     if not accuracies:
@@ -218,7 +251,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     metrics = [
         f"{task}, {next(a.metric for g in every if (a := accuracy(g, task)))}" for task in tasks
     ]
-    head = ("model", "transform", "method", "budget", "seeds")
+    head = ("transform", "method", "budget", "seeds")
     lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
     if differences:
         lines += [
@@ -259,9 +292,9 @@ def _points_text(mean: float | None, stderr: float | None) -> str:
 
 
 def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
-    """What a choice for each fused group costs against one for each layer."""
+    """Of one model: what a choice for each fused group costs against one for each layer."""
     rows = []
-    for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
+    for table, groups in _ordered(tables):
         if table.units == "layer":
             continue
         layer = {(g.label, g.budget): g for g in tables.get(replace(table, units="layer"), ())}
@@ -269,18 +302,18 @@ def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             other = layer.get((group.label, group.budget))
             if group.budget and other is not None:
                 rows.append([
-                    table.model, table.setting, group.label, f"≤ {group.budget[0]:g}",
+                    table.setting, group.label, _limit(group.budget),
                     f"{mean_perplexity(group):.2f} ({len(group.rows)})",
                     f"{mean_perplexity(other):.2f} ({len(other.rows)})", percent_text(group, other),
                 ])  # fmt: skip
-    head = ("model", "transform", "method", "budget", "fused", "layer", "fused minus layer, %")
-    return markdown(head, rows) if rows else []
+    head = ("transform", "method", "budget", "fused", "layer", "fused minus layer, %")
+    return [*markdown(head, rows), "", _FUSED_NOTE] if rows else []
 
 
 def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
-    """Share of layers above MXFP4 by projection; mean over seeds."""
+    """Of one model: share of layers above MXFP4 by projection; mean over seeds."""
     rows = []
-    for table, groups in sorted(tables.items(), key=lambda item: _order(item[0])):
+    for table, groups in _ordered(tables):
         if table.rounding != "nearest" or table.operands == "W":  # the same choices again
             continue
         for group in sorted(groups, key=_by_budget):
@@ -294,13 +327,15 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                     / len(counts)
                     for p in PROJECTIONS.values()
                 ]
-                rows.append([
-                    table.model, table.setting, group.label,
-                    f"≤ {group.budget[0]:g}" + (f", {side}s" if len(sides) > 1 else ""),
-                    *(f"{100 * share:.0f}" for share in shares),
-                ])  # fmt: skip
-    head = ("model", "transform", "method", "budget", *PROJECTIONS.values())
-    return markdown(head, rows) if rows else []
+                if min(shares) < 1:  # all are at the dearest: nothing was chosen
+                    rows.append([
+                        table.setting, group.label,
+                        _limit(group.budget) + (f", {side}s" if len(sides) > 1 else ""),
+                        *(f"{100 * share:.0f}" for share in shares),
+                    ])  # fmt: skip
+    head = ("transform", "method", "budget", *PROJECTIONS.values())
+    note = "Share of the layers of each projection, mean over seeds."
+    return [*markdown(head, rows), "", note] if rows else []
 
 
 def _share_high(formats: Mapping[str, int]) -> float:
@@ -309,12 +344,11 @@ def _share_high(formats: Mapping[str, int]) -> float:
 
 
 def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str]:
-    """dMX and the best heuristic over bits, for each transform of one model and text, rounded to
-    nearest, at the budgets that all have: the test text of the model with most rows, the validation
-    text where no test exists."""
+    """dMX and the best heuristic by budget, a curve for each transform and rounding of one model and
+    text: the test text of the model with most rows, the validation text where no test exists."""
     joint = {
         t: g for t, g in tables.items()
-        if not t.is_separate and t.operands != "W" and t.units == "layer" and t.rounding == "nearest"
+        if not t.is_separate and t.operands != "W" and t.units == "layer"
     }  # fmt: skip
     sizes: Counter[tuple[bool, str, str]] = Counter()
     for table, groups in joint.items():
@@ -322,25 +356,27 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     if not sizes:
         return None, ""
     _, model, text = max(sizes, key=lambda key: (key[0], sizes[key]))
-    of = {t: g for t, g in joint.items() if (t.model, t.text) == (model, text)}
-    with_dmx = {t: {g.budget for g in groups if is_dmx(g)} for t, groups in of.items()}
-    common = set.intersection(*filter(None, with_dmx.values())) if any(with_dmx.values()) else set()
-    shown: list[Group] = []
-    for table, groups in of.items():
-        shown += [g for g in groups if g.search in (None, "uniform")]
-        for budget in sorted(b for b in common if b is not None):
-            at = [g for g in groups if g.budget == budget]
-            if not at:
-                continue
-            ours = min(filter(is_dmx, at), key=mean_perplexity, default=None)
-            theirs = best_heuristic(at[0], at)
-            for found, what in ((theirs, "best heuristic"), (ours, "dmx")):
-                if found is not None:
-                    name = table.transform.replace("_", " ")
-                    label = what if table.transform == "none" else f"{what} + {name}"
-                    kind = "differentiable" if what == "dmx" else what
-                    shown.append(replace(found, label=label, search=kind))
-    return pareto(shown, zoom=True), f"{model}, {text}: the best dMX and the best heuristic."
+    curves = []
+    for table, groups in _ordered(joint):
+        points = []
+        for budget in sorted({g.budget for g in groups if g.budget}):
+            found = [g for g in groups if g.budget == budget and is_dmx(g)]
+            ours = min(found, key=mean_perplexity, default=None)
+            theirs = best_heuristic(budget, groups)
+            if ours is not None and theirs is not None:
+                noise = paired_difference(ours, theirs).noise or 0.0
+                points.append(
+                    (budget[0], mean_perplexity(ours), mean_perplexity(theirs), 100 * noise)
+                )
+        if points and (table.model, table.text) == (model, text):
+            curves.append((table.setting.replace("_", " "), points))
+    if not curves:
+        return None, ""
+    full = [mean_perplexity(g) for g in _unquantized(tables, model, text)]
+    return (
+        standings(curves, full[0] if full else None),
+        f"{model}, {text}: the best dMX method and the best heuristic of each transform and rounding.",
+    )
 
 
 def conditions(records: Sequence[Record]) -> list[str]:
@@ -360,10 +396,11 @@ def conditions(records: Sequence[Record]) -> list[str]:
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
     return [
         f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
-        "dMX with a learned rotation: differs from search=learned. "
-        "Units are layers where nothing else is said. dMX: search=exact; + polish: rounds of verified exchanges after it.",
-        '- Bars are what this project asked of itself before it measured; a negative "minus it, %" is a lower perplexity. '
-        "Fewer seeds than three: the run was stopped.",
+        "dMX with a learned rotation: differs from search=learned. Units are layers where nothing else is said. "
+        "dMX: search=exact; + polish: rounds of verified exchanges after it.",
+        "- Budgets are in element_bits and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
+        "it; with a learned rotation it is given the one that dMX learned.",
+        f"- {_reached(records)}",
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
@@ -373,57 +410,66 @@ def conditions(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def _reached(records: Sequence[Record]) -> str:
+    """How near choices come to their budgets."""
+    left = [
+        row["budget"]["limit"] - row[row["budget"]["unit"]]
+        for record in records
+        for row in record["results"]
+        if row.get("budget") and row.get(row["budget"]["unit"]) is not None
+    ]
+    return f"Bits that choices leave unused: {min(left):.3f} to {max(left):.3f}." if left else ""
+
+
 def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     """Text of quality.md, and its picture."""
     tables = pooled(records)
     searched = {t: g for t, g in tables.items() if any(x.budget for x in g)}
     validation = {t: g for t, g in searched.items() if is_validation(t)}
     test = {t: g for t, g in searched.items() if not is_validation(t)}
-    lines = [
-        "# quality",
-        "",
-        "Perplexity at equal bits: dMX, and heuristics on the same inputs.",
-        "",
-    ]
-    lines += conditions(records)
-    if found := overview(tables):
-        lines += ["", f"## {BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", "", *found]
-    for table, groups in sorted(test.items(), key=lambda item: _order(item[0])):
-        lines += ["", f"## {table.title}", ""]
-        if line := references(groups + _unquantized(tables, table)):
-            lines += [f"{line}.", ""]
-        lines += method_table(groups)
-        if compared := against_heuristics(table, test):
-            lines += ["", *compared]
-    if not test:
-        lines += ["", "No records of a test text yet."]
-    if fused := fused_table(test):
-        lines += ["", "## Fused units against layer units", "", *fused, "", _FUSED_NOTE]
-    if tasks := task_tables({t: g for t, g in tables.items() if not is_validation(t)}):
-        lines += ["", "## Zero-shot tasks", "", *tasks]
-    if validation:
-        for model, text in dict.fromkeys((t.model, t.text) for t in validation):
-            of = {t: g for t, g in validation.items() if (t.model, t.text) == (model, text)}
-            known = [line for t, g in tables.items() if (t.model, t.text) == (model, text)
-                     and (line := references(g))]  # fmt: skip
-            lines += ["", f"## Settings, on the validation text: {model}, {text}", ""]
-            if known:
-                lines += [", ".join(known) + ".", ""]
-            lines += ablation(of)
-    for title, part in (("test texts", test), ("validation texts", validation)):
-        if high := kept_high(part):
-            lines += ["", f"## Layers above MXFP4, %, {title}", "", *high]
-            lines += ["", "Share of the layers of each projection, mean over seeds."]
     figure, caption = picture(tables)
+    lines = ["# quality", "", "Perplexity at equal bits: dMX, and heuristics on the same inputs."]
+
+    def add(title: str, part: Sequence[str]) -> None:
+        if part:
+            lines.extend(["", f"## {title}", "", *part])
+
     if figure is not None:
         lines += ["", f"![{caption}](quality.png)", "", caption]
+    add(f"{BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", overview(tables))
+    for model in dict.fromkeys(t.model for t, _ in _ordered(test)):
+        of = {t: g for t, g in test.items() if t.model == model}
+        add(f"Against the best heuristic: {model}", standing(of))
+    add("What was asked", bar_table(test))
+    add("How it was measured", conditions(records))
+    for table, groups in _ordered(test):
+        line = references(list(groups) + _unquantized(tables, table.model, table.text))
+        add(table.title, [*([f"{line}.", ""] if line else []), *method_table(groups)])
+    if not test:
+        lines += ["", "No records of a test text yet."]
+    every = {t: g for t, g in tables.items() if not is_validation(t)}
+    for title, part, source in (
+        ("Fused units against layer units", fused_table, test),
+        ("Zero-shot tasks", task_tables, every),
+        ("Layers above MXFP4, %", kept_high, test or validation),
+    ):
+        for model in dict.fromkeys(t.model for t, _ in _ordered(source)):
+            add(f"{title}: {model}", part({t: g for t, g in source.items() if t.model == model}))
+    for model, text in dict.fromkeys((t.model, t.text) for t in validation):
+        of = {t: g for t, g in tables.items() if (t.model, t.text) == (model, text)}
+        known = [line for groups in of.values() if (line := references(groups))]
+        rows = ablation({t: g for t, g in of.items() if t in validation})
+        add(
+            f"Settings, on the validation text: {model}, {text}",
+            [*([", ".join(known) + ".", ""] if known else []), *rows],
+        )
     return "\n".join(lines) + "\n", figure
 
 
-def _unquantized(tables: Mapping[Table, Sequence[Group]], table: Table) -> list[Group]:
+def _unquantized(tables: Mapping[Table, Sequence[Group]], model: str, text: str) -> list[Group]:
     """bf16 rows stand in a table of their own, for they have no operands."""
     return [
-        g for t, groups in tables.items() if (t.model, t.text) == (table.model, table.text)
+        g for t, groups in tables.items() if (t.model, t.text) == (model, text)
         for g in groups if g.search is None
     ]  # fmt: skip
 
@@ -434,3 +480,7 @@ def _order(table: Table) -> tuple[Any, ...]:
         table.is_separate, table.units != "layer", table.transform != "none", table.transform,
         table.rounding != "nearest",
     )  # fmt: skip
+
+
+def _ordered(tables: Mapping[Table, Sequence[Group]]) -> list[tuple[Table, Sequence[Group]]]:
+    return sorted(tables.items(), key=lambda item: _order(item[0]))

@@ -6,6 +6,7 @@ has a mark or a line style of its own besides.
 
 import base64
 import io
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,12 @@ def figure_uri(figure: Figure, kind: str = "svg") -> str:
     return f"data:{mime};base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
 
 
-def _new(width: float, height: float, rows: int = 1, **options: Any) -> tuple[Figure, Any]:
+def _new(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, Any]:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, 1, **options)
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def _legend(axes: Axes, handles: Sequence[Any] | None = None, columns: int = 4) -> None:
@@ -190,6 +193,53 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         axes.set_ylabel("perplexity")
         if zoom:
             _place_labels(figure, axes, labels)
+    return figure
+
+
+def standings(
+    curves: Sequence[tuple[str, Sequence[tuple[float, float, float, float]]]], ceiling: float | None
+) -> Figure:
+    """Left: dMX (solid) and the best heuristic (dotted) by budget. Right: their difference.
+
+    Args:
+        curves: a name and points of (budget, perplexity of dMX, perplexity of the best heuristic,
+            standard error of their difference in %).
+        ceiling: perplexity of the unquantized model, what the left is relative to; None: perplexity.
+    """
+    looks = [("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"),
+             ("#56b4e9", "P"), *_SPARE]  # fmt: skip
+    with matplotlib.rc_context(_STYLE):
+        figure, (left, right) = _new(1.7 * _WIDTH, 4.3, 1, columns=2)
+        budgets = sorted({x for _, points in curves for x, *_ in points})
+        gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
+        apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
+        heights = []
+        for index, (name, points) in enumerate(curves):
+            colour, marker = looks[index % len(looks)]
+            xs, ours, theirs, noise = (np.array(column) for column in zip(*points, strict=True))
+            gain = 100 * (ours / theirs - 1)
+            if ceiling is not None:
+                ours, theirs = (100 * (side / ceiling - 1) for side in (ours, theirs))
+            heights += [*ours, *theirs]
+            style = {"color": colour, "marker": marker, "markeredgecolor": "white", "markersize": 6}
+            left.plot(xs, theirs, linestyle=(0, (1, 1.5)), linewidth=1.6, **style)
+            left.plot(xs, ours, linewidth=1.4, label=name, **style)
+            shift = apart * (index - (len(curves) - 1) / 2)
+            right.errorbar(xs + shift, gain, yerr=noise, linestyle="none", capsize=2.5, **style)
+        if ceiling is not None and min(heights) > 0:
+            _log_axis(left, min(heights), max(heights))
+        left.set_ylabel("perplexity" if ceiling is None else "perplexity above bf16, %")
+        right.axhline(0, color=_QUIET, linewidth=0.9)
+        right.set_ylabel("dMX minus best heuristic, %")
+        for axes in (left, right):
+            axes.set_xlabel("budget, element_bits")
+            axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
+        right.grid(False, axis="x")
+        _legend(left, columns=2)
+        right.set_title("below 0: dMX is better; bars: one standard error", fontsize=9, loc="left",
+                        color=_QUIET)  # fmt: skip
+        left.text(0.98, 0.97, "solid: dMX\ndotted: best heuristic", transform=left.transAxes, ha="right",
+                  va="top", color=_QUIET)  # fmt: skip
     return figure
 
 

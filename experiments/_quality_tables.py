@@ -3,14 +3,14 @@
 Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
 record differs from configs/search/exact.yaml (learned.yaml with learned rotations); rows that differ in seed alone are one group. "Best
 heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
-rounding and budget; "any transform" leaves the transform open.
+rounding and budget.
 """
 
 import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,28 +161,13 @@ def _once(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
-def best_heuristic(group: Group, groups: Iterable[Group]) -> Group | None:
-    """Of the bare heuristics at the group's budget in its table."""
+def best_heuristic(budget: tuple[float, str] | None, groups: Iterable[Group]) -> Group | None:
+    """Of a table's bare heuristics at the budget, the one with the lowest mean perplexity."""
     found = [
         g for g in groups
-        if g.budget == group.budget and (g.search or "").split("+")[0] in HEURISTICS
-        and " + " not in g.label
+        if g.budget == budget and (g.search or "").split("+")[0] in HEURISTICS and " + " not in g.label
     ]  # fmt: skip
     return min(found, key=mean_perplexity, default=None)
-
-
-def best_transformed(
-    table: Table, group: Group, tables: Mapping[Table, Sequence[Group]]
-) -> tuple[str, Group] | None:
-    """Transform and group of the best heuristic at the group's budget over the tables that differ
-    from its own in the transform alone."""
-    found = [
-        (other.transform, best)
-        for other, groups in tables.items()
-        if replace(other, transform=table.transform) == table
-        and (best := best_heuristic(group, groups)) is not None
-    ]
-    return min(found, key=lambda pair: mean_perplexity(pair[1]), default=None)
 
 
 def mean_perplexity(group: Group) -> float:

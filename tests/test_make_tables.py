@@ -113,11 +113,29 @@ def test_bars_say_met_or_missed(factor, verdict):
     text, _ = quality_page(on_test_text(read(*ABLATION), factor))
     other = {"met": "missed", "missed": "met"}[verdict]
     assert f"≥ 3 % below: {verdict}" in text and f"≥ 2 % below: {verdict}" in text
-    assert f"≤ 25.9: {verdict}" in text and f"≤ 25: {verdict}" in text
+    assert f"≤ 25.9: {verdict}" in text and f"reach ≤ 25: {verdict}" in text
     assert f"% below: {other}" not in text
-    # Learned rotations have no heuristic beside them: neither met nor missed, but another's stands by.
-    assert "≥ 2 % below: no heuristic" in text
-    assert "| – | – | kl_per_bit, hadamard_block: 27.27 | -" in text
+    # Learned rotations have no heuristic beside them: neither met nor missed.
+    assert "| – | ≤ 25.9: " in text and "≥ 2 % below: no heuristic" in text
+
+
+def test_differences_count_as_lower_higher_or_the_same():
+    record = at_five_bits()
+    rows = {row["label"]: row for row in record["results"]}
+    best = rows["kl_per_bit"]["window_nll"]
+
+    def text(shift: float, scatter: float) -> str:
+        values = [x + shift + scatter * (-1) ** i for i, x in enumerate(best)]
+        rows["dmx"] |= {"window_nll": values, "perplexity": rows["kl_per_bit"]["perplexity"]}
+        found = quality_page([record])[0].partition("## Against the best heuristic")[2]
+        return found.partition("\n## ")[0]
+
+    assert "| none | dMX | **" in text(
+        -0.1, 0.1
+    ) and "lower by more than one standard error in 1 of 1" in text(-0.1, 0.1)
+    assert "in 0 of 1 cells (bold), higher in 1." in text(0.1, 0.1)
+    assert "in 0 of 1 cells (bold), higher in 0." in text(0.001, 0.1)
+    assert "higher in 0; in 1 both chose the same." in text(0.0, 0.0)
 
 
 def test_bars_are_for_one_model_and_text_alone():
@@ -233,10 +251,11 @@ def test_loss_curve_is_thin_and_keeps_the_last_step(tmp_path):
 
 def at_five_bits(**changes: object) -> dict:
     """One seed on the test text: bf16, and kl_per_bit, fisher and dMX at 5 bits."""
-    record = read("quality_test_none_0")[0]
+    record, other = read("quality_test_none_50_0", "quality_test_pol_50_0")
     record["requested"]["search"] |= changes
-    rows = record["results"]
-    record["results"] = [r for r in rows if not r["budget"] or r["budget"]["limit"] == 5.0]
+    rows = [r for r in other["results"] if r["label"] == "bf16"]
+    rows += [r for r in record["results"] if not r["rounding"]]
+    record["results"] = [row | {"zero_shot": None} for row in rows]
     return record
 
 
@@ -280,13 +299,13 @@ def test_fused_units_stand_apart_and_are_compared_with_layers():
             row["perplexity"] *= 1.02
     text, _ = quality_page([layer, fused])
     _, _, table = text.partition("## Fused units against layer units")
-    assert "| none, fused units | dMX | ≤ 5 | 28.66 (1) | 28.10 (1) | +2.00 ± 0.00 |" in table
+    assert "| none, fused units | dMX | ≤ 5 | 28.60 (1) | 28.04 (1) | +2.00 ± 0.00 |" in table
     assert (
         "| none, fused units | kl_per_bit | ≤ 5 | 28.83 (1) | 28.26 (1) | +2.00 ± 0.00 |" in table
     )
     assert ", W+A, fused units: transform none" in text
     assert "bf16 21.64, bf16" not in text  # units mean nothing to bf16
-    assert "| none | nearest | dMX | 28.10 (1) |" in text  # the glance is of layers
+    assert "| none | nearest | dMX | 28.04 (1) |" in text  # the glance is of layers
     for alone in (layer, fused):
         assert "## Fused units" not in quality_page([alone])[0]
 
