@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import _plots
@@ -82,9 +83,9 @@ def pooled(records: Sequence[Record]) -> dict[Settings, list[Group]]:
 # --- training --------------------------------------------------------------------------------------
 
 
-def against_bf16(groups: Sequence[Group]) -> dict[str, tuple[str, str, str]]:
-    """recipe -> difference in %, the most that is allowed in %, met or missed; on the seeds that
-    both have."""
+def against_bf16(groups: Sequence[Group]) -> dict[str, tuple[str, str, str, str]]:
+    """recipe -> bf16's loss, difference to it in %, the most that is allowed in %, met or missed; on
+    the seeds that both have."""
     base = next((g for g in groups if g.label == "bf16"), None)
     found = {}
     for group in groups:
@@ -99,9 +100,10 @@ def against_bf16(groups: Sequence[Group]) -> dict[str, tuple[str, str, str]]:
         level = sides[0].statistic("nll").mean
         assert level is not None
         found[group.label] = (
+            number_text(level),
             f"{100 * entry['difference_share']:+.2f}",
             f"≤ +{100 * entry['allowed_nats'] / level:.2f}",
-            met(entry["within"]),
+            met(entry["within"]) + (", one seed" if len(seeds) == 1 else ""),
         )
     return found
 
@@ -111,14 +113,14 @@ def training_table(groups: Sequence[Group]) -> list[str]:
     rows = [
         [
             group.label, ", ".join(str(s) for s in sorted(r["seed"] for r in group.rows)),
-            spread_text(group.statistic("nll")), *compared.get(group.label, ("–", "–", "")),
+            spread_text(group.statistic("nll")), *compared.get(group.label, ("–", "–", "–", "")),
             _percent(group, "fp8_tensor_share"),
             spread_text(group.statistic("tokens_per_second"), 3),
         ]
         for group in sorted(groups, key=lambda g: g.label != "bf16")
     ]  # fmt: skip
     head = (
-        "recipe", "seeds", "validation loss", "minus bf16, %", "allowed, %", "tolerance",
+        "recipe", "seeds", "validation loss", "bf16, same seeds", "minus it, %", "allowed, %", "tolerance",
         "FP8 tensors, %", "tokens/s",
     )  # fmt: skip
     return markdown(head, rows)
@@ -161,7 +163,7 @@ def grid_table(tables: Mapping[Settings, Sequence[Group]]) -> list[str]:
             if group is not None:
                 text = f"{spread_text(group.statistic('nll'))} ({len(group.rows)})"
                 if name in compared:
-                    share, _, verdict = compared[name]
+                    _, share, _, verdict = compared[name]
                     text += f", {share} %: {verdict}"
             cells.append(text)
         rows.append([f"{settings.lr:g}", settings.batch_size, settings.steps, *cells])
@@ -214,26 +216,51 @@ def _layers(names: Sequence[str]) -> str:
 
 
 def curves(groups: Sequence[Group]) -> Figure | None:
-    """Validation and training loss of all recipes over each other; one line a seed."""
-    known = [g for g in groups if any(row.get("loss_curve") for row in g.rows)]
+    """Validation loss by recipe, mean over seeds; below it what each differs by from bf16 on the same
+    seed, with bars from the least to the largest seed."""
+    known = [(c, g) for c, g in zip(_COLOURS * len(groups), groups, strict=False) if _validation(g)]
     if not known:
         return None
+    base = next((_validation(g) for _, g in known if g.label == "bf16"), {})
     with matplotlib.rc_context(_plots._STYLE):
-        figure, panels = _plots._new(_plots._WIDTH, 6.2, 2)
-        for axes, name in zip(panels, ("validation", "train"), strict=True):
-            for colour, group in zip(_COLOURS * len(known), known, strict=False):
-                shown = [row["loss_curve"][name] for row in group.rows if row.get("loss_curve")]
-                for index, curve in enumerate(shown):
-                    loss = [float("nan") if x is None else x for x in curve["loss"]]
-                    axes.plot(
-                        curve["step"], loss, color=colour, linewidth=1.1, alpha=0.8,
-                        marker="o" if name == "validation" else None, markersize=3,
-                        label=None if index else group.label,
-                    )  # fmt: skip
-            axes.set_ylabel(f"{name}, nats/token")
-            _plots._steps_axis(axes)
-        _plots._legend(panels[0], columns=3)
+        figure, (top, bottom) = _plots._new(
+            _plots._WIDTH, 5.6, 2, height_ratios=(3, 2), sharex=True
+        )
+        for index, (colour, group) in enumerate(known):
+            of = _validation(group)
+            style = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.2}
+            steps = sorted(set.intersection(*(set(curve) for curve in of.values())))
+            top.plot(steps, [np.mean([c[s] for c in of.values()]) for s in steps],
+                     label=f"{group.label} ({len(of)})", **style)  # fmt: skip
+            pairs = [(of[seed], base[seed]) for seed in of if seed in base]
+            if group.label == "bf16" or not pairs:
+                continue
+            steps = [s for s in steps if all(s in theirs for _, theirs in pairs)]
+            gaps = np.array(
+                [[100 * (ours[s] / theirs[s] - 1) for s in steps] for ours, theirs in pairs]
+            )
+            mean = gaps.mean(axis=0)
+            apart = 3.0 * (index - len(known) / 2)
+            bottom.errorbar(
+                np.array(steps) + apart, mean, yerr=(mean - gaps.min(axis=0), gaps.max(axis=0) - mean),
+                capsize=2, **style,
+            )  # fmt: skip
+        bottom.axhline(0, color=_plots._QUIET, linewidth=0.9)
+        top.set_ylabel("validation, nats/token")
+        bottom.set_ylabel("minus bf16, %")
+        _plots._steps_axis(bottom)
+        _plots._legend(top, columns=3)
     return figure
+
+
+def _validation(group: Group) -> dict[int, dict[int, float]]:
+    """seed -> step -> validation loss, where finite."""
+    found = {}
+    for row in group.rows:
+        if curve := (row.get("loss_curve") or {}).get("validation"):
+            pairs = zip(curve["step"], curve["loss"], strict=True)
+            found[row["seed"]] = {step: loss for step, loss in pairs if loss is not None}
+    return found
 
 
 # --- the page --------------------------------------------------------------------------------------
@@ -289,7 +316,12 @@ def _training_lines(
         if figure := curves(groups):
             name = f"mor_loss{_suffix(number)}.png"
             pictures[name] = figure
-            lines += ["", f"![loss over steps]({name})"]
+            lines += [
+                "",
+                f"![loss over steps]({name})",
+                "",
+                "Mean over seeds, their number in brackets.",
+            ]
         if len(grid) > 1:
             lines += ["", "### Learning rates and batch sizes", "", *grid_table(grid)]
     return lines

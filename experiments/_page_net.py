@@ -1,5 +1,6 @@
 """The part of docs/results/mor.md on the safety net: records of scripts/safety_net.py."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,10 +55,15 @@ def safety_lines(record: Record) -> list[str]:
     return lines
 
 
+def _method(label: str) -> str:
+    """Of an assignment that is named by its folder in a comparison: search, without budget and seed."""
+    return re.sub(r"-[\d.]+-seed\d+$", "", label)
+
+
 def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
     rows = [
         [
-            p["label"], f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}",
+            _method(p["label"]), f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}",
             f"{p['weight_element_bits']:.3f}", f"{p['input_element_bits']:.3f}",
             f"{100 * p['fallback_rate']:.1f}" if "fallback_rate" in p else "–",
         ]
@@ -68,7 +74,7 @@ def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """The net over uniform MXFP4 as a line, other assignments at their own bits."""
+    """The net over uniform MXFP4, and other assignments at their own bits: a line a method."""
     with matplotlib.rc_context(_plots._STYLE):
         figure, axes = _plots._new(_plots._WIDTH, 3.6)
         net = sorted(
@@ -77,14 +83,17 @@ def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
         if net:
             bits, values = zip(*net, strict=True)
             axes.plot(bits, values, color=_COLOURS[1], marker="o", label="mxfp4 with net")
-        others = [p for p in points if "fallback_rate" not in p]
-        for p, colour, marker in zip(
-            others, _COLOURS[2:] * len(others), "sD^v<>P*" * 9, strict=False
+        others: dict[str, list[tuple[float, float]]] = {}
+        for p in points:
+            if "fallback_rate" not in p:
+                others.setdefault(_method(p["label"]), []).append(
+                    (p["element_bits"], p["perplexity"])
+                )
+        for (name, found), colour, marker in zip(
+            others.items(), _COLOURS[2:] * len(others), "sD^v<>P*" * 9, strict=False
         ):
-            axes.plot(
-                p["element_bits"], p["perplexity"], color=colour, marker=marker, linestyle="none",
-                label=p["label"],
-            )  # fmt: skip
+            bits, values = zip(*sorted(found), strict=True)
+            axes.plot(bits, values, color=colour, marker=marker, label=name)
         low, high = (f(p["perplexity"] for p in points) for f in (min, max))
         if high / low > 3:
             _plots._log_axis(axes, low, high)
