@@ -11,8 +11,14 @@ from typing import IO, Any
 from dmx.errors import RunError
 
 
-def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
+def write_atomic(
+    path: str | Path, write: Callable[[IO[bytes]], object],
+    place: Callable[[Path, Path], Path] = Path.replace,
+) -> Path:  # fmt: skip
     """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+
+    Args:
+        place: puts the temporary file at `path`, and says where it is now.
 
     Raises:
         RunError: the folder cannot be made or written to; says which.
@@ -29,7 +35,7 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o644)
-        return temporary.replace(path)
+        return place(temporary, path)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}. Choose a folder that you may write "
@@ -42,6 +48,26 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path
 
 def write_text(path: str | Path, text: str) -> Path:
     return write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_new_text(path: str | Path, text: str) -> bool:
+    """False, and nothing written, where the file exists: of several writers at once one gets True."""
+    is_new = True
+
+    def link(temporary: Path, target: Path) -> Path:
+        nonlocal is_new
+        try:
+            os.link(temporary, target)
+        except FileExistsError:
+            is_new = False
+        except OSError:  # a file system without hard links: two writers can both succeed there
+            is_new = not target.exists()
+            if is_new:
+                temporary.replace(target)
+        return target
+
+    write_atomic(path, lambda file: file.write(text.encode()), link)
+    return is_new
 
 
 def write_json(path: str | Path, value: Any) -> Path:

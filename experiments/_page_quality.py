@@ -33,6 +33,7 @@ from experiments._results import (
     accuracy,
     item_difference,
     paired_difference,
+    points_text,
     spread_text,
     zero_shot_tasks,
 )
@@ -285,10 +286,9 @@ def _points(group: Group, reference: Group, tasks: Sequence[str]) -> list[str]:
 
 
 def _points_text(mean: float | None, stderr: float | None) -> str:
-    if mean is None or stderr is None:
-        return "–"
-    text = f"{100 * mean:+.1f} ± {100 * stderr:.1f}"
-    return f"**{text}**" if mean < -SIGNIFICANT * stderr else text
+    text = points_text(mean, stderr)
+    is_below = mean is not None and stderr is not None and mean < -SIGNIFICANT * stderr
+    return f"**{text}**" if is_below else text
 
 
 def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
@@ -401,6 +401,11 @@ def conditions(records: Sequence[Record]) -> list[str]:
         "- Budgets are in element_bits and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
         "it; with a learned rotation it is given the one that dMX learned.",
         f"- {_reached(records)}",
+        "- Made by `experiments.compare model=smollm2_135m_instruct_gguf data=wikitext2 search.units=layer search.steps=200 "
+        'search.score_batches=8 seeds=3 "budgets=[4.25,4.5,5,5.5,6]" "rounding=[nearest,gptq]" eval=zero_shot` with '
+        '`search=polished "searches=[kl_per_bit,fisher,differentiable,differentiable+polish]"`; with `search=exact` and '
+        "`search.transform=hadamard_block`; with `search=learned` (400 steps, without `search.steps`). Besides: `search.units=fused`, "
+        "`search.operands=separate`. Each record in docs/results/records holds all its settings.",
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "

@@ -306,7 +306,9 @@ def _verdict_text(group: Group, reference: Group, difference: Difference) -> str
         claim = f"{name} and {reference.name}{where} cannot be compared"
         return f"{claim}: {difference.reason}; {against}."
     amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token"
-    direction = "lower" if difference.mean < 0 else "higher"
+    amount += " lower" if difference.mean < 0 else " higher"
+    if difference.mean == 0:
+        amount = "equal"
     if not difference.is_clear:
         claim = f"tie: {name} and {reference.name} cannot be told apart{where}"
     elif difference.mean < 0:
@@ -315,7 +317,14 @@ def _verdict_text(group: Group, reference: Group, difference: Difference) -> str
         claim = f"{name} does not beat {reference.name}{where}"
     seeds = min(len(group.rows), len(reference.rows))
     sample = f"{difference.windows} windows, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
-    return f"{claim}: loss {amount} {direction} (paired over {sample}), {against}."
+    return f"{claim}: loss {amount} (paired over {sample}), {against}."
+
+
+def points_text(mean: float | None, stderr: float | None) -> str:
+    """A difference of shares in percentage points, ± its standard error; – where there is none."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean:+.1f}" + ("" if stderr is None else f" ± {100 * stderr:.1f}")
 
 
 def number_text(value: float, digits: int = 4) -> str:

@@ -29,7 +29,7 @@ import mor
 from dmx.assignment import Assignment
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.perplexity import perplexity_of, window_losses
-from dmx.files import sha256, write_json, write_text
+from dmx.files import sha256, write_json, write_new_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
@@ -149,20 +149,20 @@ class Run:
                 f"run.folder={self.folder} cannot be read ({why}). Choose another folder."
             ) from error
         if held == {path.name, ERROR_FILE}:
+            path.unlink(missing_ok=True)
             found, held = None, set()
-        if found is not None:
-            if found != config_yaml:
-                raise FolderTaken(
-                    f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
-                    "another folder, or delete that one."
-                )
-            return
-        if held - {ERROR_FILE}:
+        if found is None and held - {ERROR_FILE}:
             raise FolderTaken(
                 f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
                 "another folder."
             )
-        write_text(path, config_yaml)
+        if found is None and not write_new_text(path, config_yaml):
+            found = path.read_text()  # another command took the folder since
+        if found not in (None, config_yaml):
+            raise FolderTaken(
+                f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
+                "another folder, or delete that one."
+            )
 
     def __enter__(self) -> "Run":
         self.path(ERROR_FILE).unlink(missing_ok=True)

@@ -24,6 +24,7 @@ from experiments._results import (
     difference_to,
     group_rows,
     item_difference,
+    points_text,
     spread_text,
     zero_shot_tasks,
 )
@@ -269,7 +270,7 @@ def _item_differences(groups: Sequence[Group], tasks: Sequence[str]) -> Html | N
                     continue
                 found = item_difference(group, reference, task)
                 any_found = any_found or found.mean is not None
-                text = _points_text(found)
+                text = points_text(found.mean, found.stderr).replace("-", "−")
                 cells.append(
                     el(
                         "td",
@@ -296,13 +297,6 @@ def _item_differences(groups: Sequence[Group], tasks: Sequence[str]) -> Html | N
         "row on that task; it is named when pointed at."
     )
     return el("div", el("h3", "Item by item"), scroll_table(head, body), el("p", note, cls="note"))
-
-
-def _points_text(found: Difference) -> str:
-    if found.mean is None:
-        return "–"
-    error = f" ± {100 * found.stderr:.1f}" if found.stderr is not None else ""
-    return f"{100 * found.mean:+.1f}{error}".replace("-", "−")
 
 
 def zero_shot_terminal(record: Record) -> Table | None:

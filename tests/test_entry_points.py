@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 import dmx
+from dmx import files
 from dmx.data import DataConfig, encode, load_text
 from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
@@ -246,6 +248,37 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert code == 2 and "holds another run (its config.yaml differs)" in err
     (folder / "config.yaml").write_bytes(b"\xff\xfe")
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
+
+
+def test_of_two_commands_that_start_at_once_one_takes_the_folder(run, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    write = files.write_new_text
+
+    def late(path, text):
+        write(path, "search: {steps: 7}\n")  # the other one, after this one found no folder
+        return write(path, text)
+
+    monkeypatch.setattr("experiments._run.write_new_text", late)
+    code, _, err = run(search, *SEARCH, f"run.folder={folder}")
+    assert code == 2 and "holds another run" in err
+    assert [p.name for p in folder.iterdir()] == ["config.yaml"]
+    assert (folder / "config.yaml").read_text() == "search: {steps: 7}\n"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_new_file_is_written_once(has_links, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "folder" / "file"
+    assert files.write_new_text(path, "one") and not files.write_new_text(path, "two")
+    assert path.read_text() == "one" and list(path.parent.iterdir()) == [path]
+    if has_links:
+        with ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(lambda i: files.write_new_text(tmp_path / "x", str(i)), range(64)))
+        assert sum(made) == 1 and (tmp_path / "x").read_text() == str(made.index(True))
 
 
 def test_a_refused_start_of_a_sweep_writes_nothing_into_the_folder_of_another_run(run, tmp_path):

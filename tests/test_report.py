@@ -295,6 +295,8 @@ def test_difference_within_noise_is_not_called_a_win():
     ):  # fmt: skip
         found = verdict(share * SIGNIFICANT * stderr)
         assert found["beats"] is beats and words in found["text"], share
+    noise[:] = 0
+    assert "cannot be told apart at 5 element_bits: loss equal (paired" in verdict(0.0)["text"]
 
 
 def test_scatter_over_seeds_counts_against_a_claim():
