@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -11,14 +12,13 @@ from typing import IO, Any
 from dmx.errors import RunError
 
 
-def write_atomic(
-    path: str | Path, write: Callable[[IO[bytes]], object],
-    place: Callable[[Path, Path], Path] = Path.replace,
-) -> Path:  # fmt: skip
-    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+def temporary_prefix(path: Path) -> str:
+    """How names of files begin that are written beside `path` before they take its name."""
+    return f".{path.name}."
 
-    Args:
-        place: puts the temporary file at `path`, and says where it is now.
+
+def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
+    """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
 
     Raises:
         RunError: the folder cannot be made or written to; says which.
@@ -28,14 +28,14 @@ def write_atomic(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
+            dir=path.parent, prefix=temporary_prefix(path), suffix=".tmp", delete=False
         ) as file:
             temporary = Path(file.name)
             write(file)
             file.flush()
             os.fsync(file.fileno())
         temporary.chmod(0o644)
-        return place(temporary, path)
+        return temporary.replace(path)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}. Choose a folder that you may write "
@@ -50,24 +50,24 @@ def write_text(path: str | Path, text: str) -> Path:
     return write_atomic(path, lambda file: file.write(text.encode()))
 
 
-def write_new_text(path: str | Path, text: str) -> bool:
-    """False, and nothing written, where the file exists: of several writers at once one gets True."""
-    is_new = True
+def write_new_text(path: Path, text: str) -> bool:
+    """False, and nothing written, where the file exists: of several writers at once one gets True.
 
-    def link(temporary: Path, target: Path) -> Path:
-        nonlocal is_new
-        try:
-            os.link(temporary, target)
-        except FileExistsError:
-            is_new = False
-        except OSError:  # a file system without hard links: two writers can both succeed there
-            is_new = not target.exists()
-            if is_new:
-                temporary.replace(target)
-        return target
-
-    write_atomic(path, lambda file: file.write(text.encode()), link)
-    return is_new
+    Raises:
+        RunError: as of `write_atomic`.
+    """
+    own = write_text(path.with_name(f"{temporary_prefix(path)}{uuid.uuid4().hex}"), text)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links: two writers can both succeed there
+        if path.exists():
+            return False
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
+    return True
 
 
 def write_json(path: str | Path, value: Any) -> Path:

@@ -7,7 +7,7 @@ and batch sizes of the same model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -83,9 +83,17 @@ def pooled(records: Sequence[Record]) -> dict[Settings, list[Group]]:
 # --- training --------------------------------------------------------------------------------------
 
 
-def against_bf16(groups: Sequence[Group]) -> dict[str, tuple[str, str, str, str]]:
-    """recipe -> bf16's loss, difference to it in %, the most that is allowed in %, met or missed; on
-    the seeds that both have."""
+class Against(NamedTuple):
+    """A recipe beside bf16, on the seeds that both have."""
+
+    bf16: str
+    percent: str
+    allowed: str
+    verdict: str
+
+
+def against_bf16(groups: Sequence[Group]) -> dict[str, Against]:
+    """By recipe."""
     base = next((g for g in groups if g.label == "bf16"), None)
     found = {}
     for group in groups:
@@ -99,7 +107,7 @@ def against_bf16(groups: Sequence[Group]) -> dict[str, tuple[str, str, str, str]
             continue
         level = sides[0].statistic("nll").mean
         assert level is not None
-        found[group.label] = (
+        found[group.label] = Against(
             number_text(level),
             f"{100 * entry['difference_share']:+.2f}",
             f"≤ +{100 * entry['allowed_nats'] / level:.2f}",
@@ -113,14 +121,14 @@ def training_table(groups: Sequence[Group]) -> list[str]:
     rows = [
         [
             group.label, ", ".join(str(s) for s in sorted(r["seed"] for r in group.rows)),
-            spread_text(group.statistic("nll")), *compared.get(group.label, ("–", "–", "–", "")),
+            spread_text(group.statistic("nll")), *compared.get(group.label, Against("–", "–", "–", "")),
             _percent(group, "fp8_tensor_share"),
             spread_text(group.statistic("tokens_per_second"), 3),
         ]
         for group in sorted(groups, key=lambda g: g.label != "bf16")
     ]  # fmt: skip
     head = (
-        "recipe", "seeds", "validation loss", "bf16, same seeds", "minus it, %", "allowed, %", "tolerance",
+        "recipe", "seeds", "validation loss", "bf16, same seeds", "minus bf16, %", "allowed, %", "tolerance",
         "FP8 tensors, %", "tokens/s",
     )  # fmt: skip
     return markdown(head, rows)
@@ -163,8 +171,7 @@ def grid_table(tables: Mapping[Settings, Sequence[Group]]) -> list[str]:
             if group is not None:
                 text = f"{spread_text(group.statistic('nll'))} ({len(group.rows)})"
                 if name in compared:
-                    _, share, _, verdict = compared[name]
-                    text += f", {share} %: {verdict}"
+                    text += f", {compared[name].percent} %: {compared[name].verdict}"
             cells.append(text)
         rows.append([f"{settings.lr:g}", settings.batch_size, settings.steps, *cells])
     return markdown(("lr", "batch", "steps", *recipes), rows)
@@ -218,29 +225,30 @@ def _layers(names: Sequence[str]) -> str:
 def curves(groups: Sequence[Group]) -> Figure | None:
     """Validation loss by recipe, mean over seeds; below it what each differs by from bf16 on the same
     seed, with bars from the least to the largest seed."""
-    known = [(c, g) for c, g in zip(_COLOURS * len(groups), groups, strict=False) if _validation(g)]
+    known = {group.label: found for group in groups if (found := _validation(group))}
     if not known:
         return None
-    base = next((_validation(g) for _, g in known if g.label == "bf16"), {})
+    base = known.get("bf16", {})
     with matplotlib.rc_context(_plots._STYLE):
         figure, (top, bottom) = _plots._new(
             _plots._WIDTH, 5.6, 2, height_ratios=(3, 2), sharex=True
         )
-        for index, (colour, group) in enumerate(known):
-            of = _validation(group)
+        for index, ((label, of), colour) in enumerate(
+            zip(known.items(), _COLOURS * len(known), strict=False)
+        ):
             style = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.2}
             steps = sorted(set.intersection(*(set(curve) for curve in of.values())))
             top.plot(steps, [np.mean([c[s] for c in of.values()]) for s in steps],
-                     label=f"{group.label} ({len(of)})", **style)  # fmt: skip
+                     label=f"{label} ({len(of)})", **style)  # fmt: skip
             pairs = [(of[seed], base[seed]) for seed in of if seed in base]
-            if group.label == "bf16" or not pairs:
+            if label == "bf16" or not pairs:
                 continue
             steps = [s for s in steps if all(s in theirs for _, theirs in pairs)]
             gaps = np.array(
                 [[100 * (ours[s] / theirs[s] - 1) for s in steps] for ours, theirs in pairs]
             )
             mean = gaps.mean(axis=0)
-            apart = 3.0 * (index - len(known) / 2)
+            apart = 0.008 * max(steps, default=0) * (index - len(known) / 2)
             bottom.errorbar(
                 np.array(steps) + apart, mean, yerr=(mean - gaps.min(axis=0), gaps.max(axis=0) - mean),
                 capsize=2, **style,
@@ -320,7 +328,7 @@ def _training_lines(
                 "",
                 f"![loss over steps]({name})",
                 "",
-                "Mean over seeds, their number in brackets.",
+                "Mean over seeds, their number in brackets. Below: minus bf16 on the same seeds, bars from the least to the largest seed; points of a step stand side by side.",
             ]
         if len(grid) > 1:
             lines += ["", "### Learning rates and batch sizes", "", *grid_table(grid)]

@@ -77,20 +77,12 @@ def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
     """The net over uniform MXFP4, and other assignments at their own bits: a line a method."""
     with matplotlib.rc_context(_plots._STYLE):
         figure, axes = _plots._new(_plots._WIDTH, 3.6)
-        net = sorted(
-            (p["element_bits"], p["perplexity"]) for p in points if "fallback_rate" in p
-        )  # fmt: skip
-        if net:
-            bits, values = zip(*net, strict=True)
-            axes.plot(bits, values, color=_COLOURS[1], marker="o", label="mxfp4 with net")
-        others: dict[str, list[tuple[float, float]]] = {}
-        for p in points:
-            if "fallback_rate" not in p:
-                others.setdefault(_method(p["label"]), []).append(
-                    (p["element_bits"], p["perplexity"])
-                )
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for p in sorted(points, key=lambda p: "fallback_rate" not in p):
+            name = "mxfp4 with net" if "fallback_rate" in p else _method(p["label"])
+            lines.setdefault(name, []).append((p["element_bits"], p["perplexity"]))
         for (name, found), colour, marker in zip(
-            others.items(), _COLOURS[2:] * len(others), "sD^v<>P*" * 9, strict=False
+            lines.items(), _COLOURS[1:] * len(lines), "osD^v<>P*" * 9, strict=False
         ):
             bits, values = zip(*sorted(found), strict=True)
             axes.plot(bits, values, color=colour, marker=marker, label=name)

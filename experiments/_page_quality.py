@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments._maps import PROJECTIONS
 from experiments._markdown import markdown, met
-from experiments._plots import standings
+from experiments._plots import difference_figure
 from experiments._quality_tables import (
     BAR_MODEL,
     BAR_TEXT,
@@ -31,6 +31,7 @@ from experiments._results import (
     SIGNIFICANT,
     Group,
     accuracy,
+    bits_unit,
     item_difference,
     paired_difference,
     points_text,
@@ -53,7 +54,7 @@ REACH = {4.5: 27.5, 5.0: 25.0, 5.5: 23.3}
 """Budget -> perplexity to reach with a transform, by any rounding."""
 
 _FUSED_NOTE = (
-    "Perplexity, seeds in brackets. Fused: q, k and v have one format, gate and up have one, as runtimes "
+    "Perplexity, runs in brackets. Fused: q, k and v have one format, gate and up have one, as runtimes "
     "that merge them need."
 )
 
@@ -73,7 +74,7 @@ def ablation(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                 "–" if seconds is None else f"{seconds:.0f}",
             ])  # fmt: skip
     head = (
-        "transform", "method", "budget", "seeds", "perplexity", "minus best heuristic, %", "search, s",
+        "transform", "method", "budget", "runs", "perplexity", "minus best heuristic, %", "search, s",
     )  # fmt: skip
     return markdown(head, rows)
 
@@ -142,7 +143,7 @@ def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     heads = map(_limit, budgets)
     first = next(iter(shown))
     full = references(_unquantized(tables, first.model, first.text))
-    note = "Mean perplexity, seeds in brackets; lower is better."
+    note = "Mean perplexity, runs in brackets; lower is better."
     note = f"{note} {full}." if full else note
     return [*markdown(["transform", "rounding", "method", *heads], rows), "", note]
 
@@ -154,8 +155,10 @@ def bars(table: Table, group: Group, best: Group | None) -> str:
         return ""
 
     def margin(wanted: float) -> str:
-        verdict = "no heuristic" if best is None else met(-percent(group, best) >= wanted)
-        return f"≥ {wanted:g} % below: {verdict}"
+        if best is None:
+            return f"≥ {wanted:g} % below: no heuristic"
+        found = -percent(group, best)
+        return f"≥ {wanted:g} % below: {found:.2f}, {met(found >= wanted)}"
 
     def at_most(wanted: float) -> str:
         return f"≤ {wanted:g}: {met(mean_perplexity(group) <= wanted)}"
@@ -167,7 +170,7 @@ def bars(table: Table, group: Group, best: Group | None) -> str:
     return "; ".join([*found, f"reach {at_most(REACH[limit])}"])
 
 
-def standing(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
+def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Of one model: every dMX method minus the best heuristic of its table, by budget, and a
     sentence that counts."""
     budgets = sorted({g.budget for groups in tables.values() for g in groups if g.budget})
@@ -182,18 +185,19 @@ def standing(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                     cells.append("–")
                     continue
                 verdict = _verdict(ours, best)
-                verdicts[verdict] += 1
-                text = percent_text(ours, best)
+                verdicts[verdict] += verdict != "same"
+                text = verdict if verdict == "same" else percent_text(ours, best)
                 cells.append(f"**{text}**" if verdict == "lower" else text)
             if any(cell != "–" for cell in cells):
                 rows.append([table.setting, label, *cells])
     if not rows:
         return []
+    has_same = any("same" in row for row in rows)
     return [
         *markdown(["transform", "method", *map(_limit, budgets)], rows), "",
         "Perplexity minus that of the best heuristic, %. dMX is lower by more than one standard error in "
-        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']}"
-        + (f"; in {same} both chose the same." if (same := verdicts["same"]) else "."),
+        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']}."
+        + has_same * " Same: no difference at all, as where every layer can have the dearest format.",
     ]  # fmt: skip
 
 
@@ -228,7 +232,9 @@ def bar_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Of one model: zero-shot accuracy of all methods, and dMX against the best heuristic, item by
     item."""
-    measured = {t: [found for g in groups if (found := _asked(g))] for t, groups in tables.items()}
+    measured = {
+        t: [found for g in groups if (found := _with_tasks(g))] for t, groups in tables.items()
+    }
     every = [g for groups in measured.values() for g in groups]
     tasks = zero_shot_tasks(every)
     full = next((g for g in every if g.search is None), None)
@@ -252,12 +258,12 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     metrics = [
         f"{task}, {next(a.metric for g in every if (a := accuracy(g, task)))}" for task in tasks
     ]
-    head = ("transform", "method", "budget", "seeds")
+    head = ("transform", "method", "budget", "runs")
     lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
     if differences:
         lines += [
             "", *markdown((*head, "minus", *tasks, "mean"), differences), "",
-            "Percentage points, paired item by item, ± their standard error; seeds are averaged first. "
+            "Percentage points, paired item by item, ± their standard error; runs are averaged first. "
             "Bold: more than one standard error below. The best heuristic is that of perplexity.",
         ]  # fmt: skip
     return lines
@@ -268,7 +274,7 @@ def _by_budget(group: Group) -> tuple[Any, ...]:
     return group.budget or (0.0, ""), is_dmx(group)
 
 
-def _asked(group: Group) -> Group | None:
+def _with_tasks(group: Group) -> Group | None:
     """The group's rows that were measured on tasks."""
     rows = tuple(row for row in group.rows if row.get("zero_shot"))
     return replace(group, rows=rows) if rows else None
@@ -278,14 +284,14 @@ def _points(group: Group, reference: Group, tasks: Sequence[str]) -> list[str]:
     """Differences by task, and their mean where every task has one."""
     found = [item_difference(group, reference, task) for task in tasks]
     known = [(d.mean, d.stderr) for d in found if d.mean is not None and d.stderr is not None]
-    cells = [_points_text(d.mean, d.stderr) for d in found]
+    cells = [_bold_if_below(d.mean, d.stderr) for d in found]
     if len(known) < len(tasks):
         return [*cells, "–"]
     means, errors = zip(*known, strict=True)
-    return [*cells, _points_text(sum(means) / len(means), math.hypot(*errors) / len(errors))]
+    return [*cells, _bold_if_below(sum(means) / len(means), math.hypot(*errors) / len(errors))]
 
 
-def _points_text(mean: float | None, stderr: float | None) -> str:
+def _bold_if_below(mean: float | None, stderr: float | None) -> str:
     text = points_text(mean, stderr)
     is_below = mean is not None and stderr is not None and mean < -SIGNIFICANT * stderr
     return f"**{text}**" if is_below else text
@@ -311,7 +317,7 @@ def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 
 
 def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
-    """Of one model: share of layers above MXFP4 by projection; mean over seeds."""
+    """Of one model: share of layers above MXFP4 by projection; mean over runs."""
     rows = []
     for table, groups in _ordered(tables):
         if table.rounding != "nearest" or table.operands == "W":  # the same choices again
@@ -334,7 +340,7 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                         *(f"{100 * share:.0f}" for share in shares),
                     ])  # fmt: skip
     head = ("transform", "method", "budget", *PROJECTIONS.values())
-    note = "Share of the layers of each projection, mean over seeds."
+    note = "Share of the layers of each projection, mean over runs."
     return [*markdown(head, rows), "", note] if rows else []
 
 
@@ -356,10 +362,12 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     if not sizes:
         return None, ""
     _, model, text = max(sizes, key=lambda key: (key[0], sizes[key]))
+    of = [(t, groups) for t, groups in _ordered(joint) if (t.model, t.text) == (model, text)]
+    unit = bits_unit([g for _, groups in of for g in groups])
     curves = []
-    for table, groups in _ordered(joint):
+    for table, groups in of:
         points = []
-        for budget in sorted({g.budget for g in groups if g.budget}):
+        for budget in sorted({g.budget for g in groups if g.budget and g.budget[1] == unit}):
             found = [g for g in groups if g.budget == budget and is_dmx(g)]
             ours = min(found, key=mean_perplexity, default=None)
             theirs = best_heuristic(budget, groups)
@@ -368,13 +376,13 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
                 points.append(
                     (budget[0], mean_perplexity(ours), mean_perplexity(theirs), 100 * noise)
                 )
-        if points and (table.model, table.text) == (model, text):
+        if points:
             curves.append((table.setting.replace("_", " "), points))
     if not curves:
         return None, ""
     full = [mean_perplexity(g) for g in _unquantized(tables, model, text)]
     return (
-        standings(curves, full[0] if full else None),
+        difference_figure(curves, full[0] if full else None, unit),
         f"{model}, {text}: the best dMX method and the best heuristic of each transform and rounding.",
     )
 
@@ -396,7 +404,8 @@ def conditions(records: Sequence[Record]) -> list[str]:
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
     return [
         f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
-        "dMX with a learned rotation: differs from search=learned. Units are layers where nothing else is said. "
+        "With a learned rotation names say what differs from search=learned (400 steps). Units are layers where nothing "
+        "else is said. "
         "dMX: search=exact; + polish: rounds of verified exchanges after it.",
         "- Budgets are in element_bits and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
         "it; with a learned rotation it is given the one that dMX learned.",
@@ -410,8 +419,9 @@ def conditions(records: Sequence[Record]) -> list[str]:
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
         "search are upper bounds.",
-        "- ± after a perplexity: standard deviation over seeds, their number in brackets. ± after a "
-        "difference: paired standard error over windows, with the scatter of seeds.",
+        "- ± after a perplexity: standard deviation over runs, their number in brackets: three seeds, some of them run "
+        "twice (a search on a card is not the same twice); one where nothing can differ. ± after a difference: paired "
+        "standard error over windows, with the scatter of runs.",
     ]
 
 
@@ -444,7 +454,7 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     add(f"{BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", overview(tables))
     for model in dict.fromkeys(t.model for t, _ in _ordered(test)):
         of = {t: g for t, g in test.items() if t.model == model}
-        add(f"Against the best heuristic: {model}", standing(of))
+        add(f"Against the best heuristic: {model}", difference_table(of))
     add("What was asked", bar_table(test))
     add("How it was measured", conditions(records))
     for table, groups in _ordered(test):

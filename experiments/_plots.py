@@ -196,20 +196,22 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
     return figure
 
 
-def standings(
-    curves: Sequence[tuple[str, Sequence[tuple[float, float, float, float]]]], ceiling: float | None
-) -> Figure:
+def difference_figure(
+    curves: Sequence[tuple[str, Sequence[tuple[float, float, float, float]]]], ceiling: float | None,
+    unit: str,
+) -> Figure:  # fmt: skip
     """Left: dMX (solid) and the best heuristic (dotted) by budget. Right: their difference.
 
     Args:
         curves: a name and points of (budget, perplexity of dMX, perplexity of the best heuristic,
             standard error of their difference in %).
         ceiling: perplexity of the unquantized model, what the left is relative to; None: perplexity.
+        unit: of the budgets.
     """
     looks = [("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"),
              ("#56b4e9", "P"), *_SPARE]  # fmt: skip
     with matplotlib.rc_context(_STYLE):
-        figure, (left, right) = _new(1.7 * _WIDTH, 4.3, 1, columns=2)
+        figure, (left, right) = _new(1.7 * _WIDTH, 4.3, columns=2)
         budgets = sorted({x for _, points in curves for x, *_ in points})
         gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
         apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
@@ -232,7 +234,7 @@ def standings(
         right.axhline(0, color=_QUIET, linewidth=0.9)
         right.set_ylabel("dMX minus best heuristic, %")
         for axes in (left, right):
-            axes.set_xlabel("budget, element_bits")
+            axes.set_xlabel(f"budget, {unit}")
             axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
         right.grid(False, axis="x")
         _legend(left, columns=2)

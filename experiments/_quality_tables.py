@@ -1,9 +1,9 @@
 """Rows of all `quality_*` records by table and method, and the best heuristic of each.
 
 Rows of all records are pooled. A row's method is its search and, for dMX, the settings in which its
-record differs from configs/search/exact.yaml (learned.yaml with learned rotations); rows that differ in seed alone are one group. "Best
-heuristic" is the one with the lowest mean perplexity at the same model, text, operands, transform,
-rounding and budget.
+record differs from configs/search/exact.yaml (with learned rotations learned.yaml, with a polish
+polished.yaml); rows that differ in seed alone, or repeat one, are one group. "Best heuristic" is the one
+with the lowest mean perplexity at the same model, text, operands, transform, rounding and budget.
 """
 
 import functools
@@ -84,7 +84,8 @@ def text_name(record: Record) -> str:
 
 
 def base_settings(records: Iterable[Record]) -> dict[str, Any]:
-    """What methods are named against: exact.yaml, and what most records have where it is silent."""
+    """What methods are named against: exact.yaml, the polish of polished.yaml, and what most records have
+    where both are silent."""
     found: dict[str, Counter[str]] = {}
     for record in records:
         for key, value in record["requested"]["search"].items():

@@ -29,7 +29,7 @@ import mor
 from dmx.assignment import Assignment
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.perplexity import perplexity_of, window_losses
-from dmx.files import sha256, write_json, write_new_text
+from dmx.files import sha256, temporary_prefix, write_json, write_new_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
@@ -141,7 +141,11 @@ class Run:
         path = self.folder / "config.yaml"
         try:
             # Listed first: a start of the same command beside this one may take the folder meanwhile.
-            held = {p.name for p in self.folder.iterdir()} if self.folder.exists() else set()
+            held = {
+                p.name
+                for p in (self.folder.iterdir() if self.folder.exists() else ())
+                if not p.name.startswith(temporary_prefix(path))  # another's that starts now
+            }
             found = path.read_text() if path.exists() else None
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
@@ -149,7 +153,8 @@ class Run:
                 f"run.folder={self.folder} cannot be read ({why}). Choose another folder."
             ) from error
         if held == {path.name, ERROR_FILE}:
-            path.unlink(missing_ok=True)
+            for name in (ERROR_FILE, path.name):  # without its error a folder is not a failed one
+                self.path(name).unlink(missing_ok=True)
             found, held = None, set()
         if found is None and held - {ERROR_FILE}:
             raise FolderTaken(

@@ -250,7 +250,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
 
 
-def test_of_two_commands_that_start_at_once_one_takes_the_folder(run, tmp_path, monkeypatch):
+def test_of_two_unlike_commands_that_start_at_once_one_takes_the_folder(run, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     write = files.write_new_text
 
@@ -275,10 +275,13 @@ def test_a_new_file_is_written_once(has_links, tmp_path, monkeypatch):
     path = tmp_path / "folder" / "file"
     assert files.write_new_text(path, "one") and not files.write_new_text(path, "two")
     assert path.read_text() == "one" and list(path.parent.iterdir()) == [path]
-    if has_links:
-        with ThreadPoolExecutor(8) as pool:
-            made = list(pool.map(lambda i: files.write_new_text(tmp_path / "x", str(i)), range(64)))
-        assert sum(made) == 1 and (tmp_path / "x").read_text() == str(made.index(True))
+
+
+def test_of_many_writers_of_a_new_file_one_succeeds(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda i: files.write_new_text(tmp_path / "x", str(i)), range(64)))
+    assert sum(made) == 1 and (tmp_path / "x").read_text() == str(made.index(True))
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_refused_start_of_a_sweep_writes_nothing_into_the_folder_of_another_run(run, tmp_path):

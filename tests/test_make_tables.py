@@ -3,13 +3,15 @@
 import copy
 import importlib.util
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dmx.errors import DmxError
 from experiments._maps import format_counts
-from experiments._page_mor import fell_back, mor_page
+from experiments._page_mor import curves, fell_back, mor_page
 from experiments._page_quality import quality_page
 from experiments._plots import pareto
 from experiments._quality_tables import pooled
@@ -82,7 +84,7 @@ def test_a_readme_without_its_marks_loses_nothing(make_tables):
 
 def test_records_stay_small_and_name_no_machine_path():
     texts = [path.read_text() for path in RECORDS.glob("*.json")]
-    assert sum(map(len, texts)) < 5_000_000
+    assert sum(map(len, texts)) < 5_000_000  # answers to each item of the tasks, for paired errors
     assert not any('"/' in text for text in texts)  # no text in them begins as an absolute path
 
 
@@ -112,9 +114,10 @@ def test_methods_are_named_by_what_differs_from_the_exact_settings():
 def test_bars_say_met_or_missed(factor, verdict):
     text, _ = quality_page(on_test_text(read(*ABLATION), factor))
     other = {"met": "missed", "missed": "met"}[verdict]
-    assert f"≥ 3 % below: {verdict}" in text and f"≥ 2 % below: {verdict}" in text
+    assert re.search(rf"≥ 3 % below: -?[\d.]+, {verdict}", text)
+    assert re.search(rf"≥ 2 % below: -?[\d.]+, {verdict}", text)
     assert f"≤ 25.9: {verdict}" in text and f"reach ≤ 25: {verdict}" in text
-    assert f"% below: {other}" not in text
+    assert not re.search(rf"% below: -?[\d.]+, {other}", text)
     # Learned rotations have no heuristic beside them: neither met nor missed.
     assert "| – | ≤ 25.9: " in text and "≥ 2 % below: no heuristic" in text
 
@@ -135,7 +138,43 @@ def test_differences_count_as_lower_higher_or_the_same():
     ) and "lower by more than one standard error in 1 of 1" in text(-0.1, 0.1)
     assert "in 0 of 1 cells (bold), higher in 1." in text(0.1, 0.1)
     assert "in 0 of 1 cells (bold), higher in 0." in text(0.001, 0.1)
-    assert "higher in 0; in 1 both chose the same." in text(0.0, 0.0)
+    assert "| none | dMX | same |" in text(0.0, 0.0) and "in 0 of 0 cells" in text(0.0, 0.0)
+
+
+def test_the_picture_shows_the_best_dmx_and_how_sure_its_difference_is():
+    record = at_five_bits()
+    rows = {row["label"]: row for row in record["results"]}
+    worse = rows["dmx"] | {
+        "label": "dmx + polish",
+        "perplexity": 30.0,
+        "search": "differentiable+polish",
+    }
+    record["results"].append(worse)
+    left, right = quality_page([record])[1].axes
+    heuristic, dmx = (
+        100 * (rows[k]["perplexity"] / rows["bf16"]["perplexity"] - 1)
+        for k in ("kl_per_bit", "dmx")
+    )
+    assert [line.get_ydata()[0] for line in left.get_lines()] == pytest.approx([heuristic, dmx])
+    points, _, (bar,) = right.containers[0]
+    gain = 100 * (rows["dmx"]["perplexity"] / rows["kl_per_bit"]["perplexity"] - 1)
+    gaps = np.subtract(rows["dmx"]["window_nll"], rows["kl_per_bit"]["window_nll"])
+    error = 100 * gaps.std(ddof=1) / len(gaps) ** 0.5
+    assert points.get_ydata()[0] == pytest.approx(gain)
+    ((low, high),) = (segment[:, 1] for segment in bar.get_segments())
+    assert (high - low) / 2 == pytest.approx(error)
+
+
+def test_loss_curves_are_compared_on_the_seeds_that_both_have():
+    bf16, tensor = runs("bf16"), read("mor_tensor_1")
+    rows = [record["results"][0] for record in (*bf16, *tensor)]
+    _, bottom = curves(group_rows(rows)).axes
+    points, _, (bar,) = bottom.containers[0]
+    ours, theirs = (r["loss_curve"]["validation"]["loss"] for r in (rows[3], rows[1]))
+    assert points.get_ydata() == pytest.approx(
+        [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
+    )
+    assert all(np.ptp(segment[:, 1]) == 0 for segment in bar.get_segments())  # one seed
 
 
 def test_bars_are_for_one_model_and_text_alone():
