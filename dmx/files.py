@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import tempfile
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -48,26 +47,6 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path
 
 def write_text(path: str | Path, text: str) -> Path:
     return write_atomic(path, lambda file: file.write(text.encode()))
-
-
-def write_new_text(path: Path, text: str) -> bool:
-    """False, and nothing written, where the file exists: of several writers at once one gets True.
-
-    Raises:
-        RunError: as of `write_atomic`.
-    """
-    own = write_text(path.with_name(f"{temporary_prefix(path)}{uuid.uuid4().hex}"), text)
-    try:
-        os.link(own, path)
-    except FileExistsError:
-        return False
-    except OSError:  # a file system without hard links: two writers can both succeed there
-        if path.exists():
-            return False
-        own.replace(path)
-    finally:
-        own.unlink(missing_ok=True)
-    return True
 
 
 def write_json(path: str | Path, value: Any) -> Path:

@@ -6,7 +6,7 @@ and batch sizes of the same model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -55,7 +55,7 @@ class Settings:
 
 def pooled(records: Sequence[Record]) -> dict[Settings, list[Group]]:
     """Groups of recipes by settings, those with most rows first."""
-    rows: dict[Settings, list[Mapping[str, Any]]] = {}
+    rows: dict[Settings, list[dict[str, Any]]] = {}
     recipes: dict[str, dict[str, Any]] = {}
     for record in records:
         asked = record["requested"]
@@ -75,7 +75,9 @@ def pooled(records: Sequence[Record]) -> dict[Settings, list[Group]]:
             usual = recipes.setdefault(row["label"], recipe)
             keys = sorted(k for k in recipe | usual if recipe.get(k) != usual.get(k))
             label = " ".join([row["label"], *(f"{k}={recipe.get(k)}" for k in keys)])
-            rows.setdefault(settings, []).append(row | {"label": label})
+            of, named = rows.setdefault(settings, []), row | {"label": label}
+            if named not in of:  # a record that stands twice counts once
+                of.append(named)
     found = {settings: group_rows(of) for settings, of in rows.items()}
     return dict(sorted(found.items(), key=lambda item: -len(rows[item[0]])))
 
@@ -93,26 +95,20 @@ class Against(NamedTuple):
 
 
 def against_bf16(groups: Sequence[Group]) -> dict[str, Against]:
-    """By recipe."""
-    base = next((g for g in groups if g.label == "bf16"), None)
+    """By recipe; those without a seed in common with bf16 are left out."""
     found = {}
-    for group in groups:
-        if base is None or group is base:
-            continue
-        seeds = {r["seed"] for r in group.rows} & {r["seed"] for r in base.rows}
-        sides = [
-            replace(g, rows=tuple(r for r in g.rows if r["seed"] in seeds)) for g in (base, group)
-        ]
-        if not seeds or (entry := comparison(sides)[0])["difference_nats"] is None:
-            continue
-        level = sides[0].statistic("nll").mean
-        assert level is not None
-        found[group.label] = Against(
-            number_text(level),
-            f"{100 * entry['difference_share']:+.2f}",
-            f"≤ +{100 * entry['allowed_nats'] / level:.2f}",
-            met(entry["within"]) + (", one seed" if len(seeds) == 1 else ""),
-        )
+    for entry in comparison(groups):
+        if entry["difference_nats"] is not None:
+            level = entry["baseline_nats"]
+            found[entry["recipe"]] = Against(
+                number_text(level),
+                f"{100 * entry['difference_share']:+.2f}",
+                f"≤ +{100 * entry['allowed_nats'] / level:.2f}",
+                met(entry["within"]) + (", one seed" if len(entry["seeds"]) == 1 else ""),
+            )
+        elif not entry["within"]:
+            reason = entry["difference_reason"]
+            found[entry["recipe"]] = Against("–", "–", "–", f"{met(False)}, {reason}")
     return found
 
 

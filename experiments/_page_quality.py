@@ -1,5 +1,6 @@
 """docs/results/quality.md: all `quality_*` records of experiments.compare in one page."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ from experiments._quality_tables import (
     Table,
     base_settings,
     best_heuristic,
+    common,
     is_dmx,
     is_validation,
     mean_perplexity,
@@ -52,6 +54,14 @@ ROTATED_PERPLEXITY = {4.5: 28.6, 5.0: 25.9, 5.5: 24.0}
 ROTATED_MARGIN = 2.0
 REACH = {4.5: 27.5, 5.0: 25.0, 5.5: 23.3}
 """Budget -> perplexity to reach with a transform, by any rounding."""
+
+_MADE_BY = [
+    "- Made by `experiments.compare model=smollm2_135m_instruct_gguf data=wikitext2 search.units=layer search.steps=200 "
+    'search.score_batches=8 seeds=3 "budgets=[4.25,4.5,5,5.5,6]" "rounding=[nearest,gptq]" eval=zero_shot` with '
+    '`search=polished "searches=[kl_per_bit,fisher,differentiable,differentiable+polish]"`; with `search=exact` and '
+    "`search.transform=hadamard_block`; with `search=learned` (400 steps, without `search.steps`). Besides: `search.units=fused`, "
+    "`search.operands=separate`. Each record in docs/results/records holds all its settings.",
+]
 
 _FUSED_NOTE = (
     "Perplexity, runs in brackets. Fused: q, k and v have one format, gate and up have one, as runtimes "
@@ -202,8 +212,8 @@ def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 
 
 def _verdict(group: Group, reference: Group) -> str:
-    found = paired_difference(group, reference)
-    if found.mean == 0.0:
+    found = paired_difference(*common(group, reference))
+    if found.mean is not None and abs(found.mean) < 1e-12:  # sums of other orders apart
         return "same"
     if not found.is_clear:
         return "within"
@@ -250,13 +260,15 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             accuracies.append(
                 [*where, *(f"{100 * a.value:.1f}" if a else "–" for a in shares), mean]
             )
-            for other in (best_heuristic(group.budget, groups), full) if is_dmx(group) else ():
+            best = best_heuristic(group.budget, tables[table])
+            for other in (best and _with_tasks(best), full) if is_dmx(group) else ():
                 if other is not None:
                     differences.append([*where, other.label, *_points(group, other, tasks)])
     if not accuracies:
         return []
     metrics = [
-        f"{task}, {next(a.metric for g in every if (a := accuracy(g, task)))}" for task in tasks
+        ", ".join([task, *{a.metric: None for g in every if (a := accuracy(g, task))}])
+        for task in tasks
     ]
     head = ("transform", "method", "budget", "runs")
     lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
@@ -319,6 +331,12 @@ def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """Of one model: share of layers above MXFP4 by projection; mean over runs."""
     rows = []
+    counted = [
+        projection for groups in tables.values() for g in groups for row in g.rows
+        for projection in (row.get("format_counts") or {}).get("weight", {})
+    ]  # fmt: skip
+    usual = [p for p in PROJECTIONS.values() if p in counted]
+    projections = [*usual, *(p for p in dict.fromkeys(counted) if p not in usual)]
     for table, groups in _ordered(tables):
         if table.rounding != "nearest" or table.operands == "W":  # the same choices again
             continue
@@ -329,17 +347,16 @@ def kept_high(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
             sides = ("weight", "input") if table.is_separate else ("weight",)
             for side in sides:
                 shares = [
-                    sum(_share_high(c.get(side, c["weight"]).get(p, {})) for c in counts)
-                    / len(counts)
-                    for p in PROJECTIONS.values()
+                    [_share_high(of) for c in counts if (of := c.get(side, c["weight"]).get(p))]
+                    for p in projections
                 ]
-                if min(shares) < 1:  # all are at the dearest: nothing was chosen
+                if any(min(of, default=1) < 1 for of in shares):  # else nothing was chosen
                     rows.append([
                         table.setting, group.label,
                         _limit(group.budget) + (f", {side}s" if len(sides) > 1 else ""),
-                        *(f"{100 * share:.0f}" for share in shares),
+                        *(f"{100 * sum(of) / len(of):.0f}" if of else "–" for of in shares),
                     ])  # fmt: skip
-    head = ("transform", "method", "budget", *PROJECTIONS.values())
+    head = ("transform", "method", "budget", *projections)
     note = "Share of the layers of each projection, mean over runs."
     return [*markdown(head, rows), "", note] if rows else []
 
@@ -372,6 +389,7 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
             ours = min(found, key=mean_perplexity, default=None)
             theirs = best_heuristic(budget, groups)
             if ours is not None and theirs is not None:
+                ours, theirs = common(ours, theirs)
                 noise = paired_difference(ours, theirs).noise or 0.0
                 points.append(
                     (budget[0], mean_perplexity(ours), mean_perplexity(theirs), 100 * noise)
@@ -402,27 +420,40 @@ def conditions(records: Sequence[Record]) -> list[str]:
     devices = sorted({r["device"]["name"] for r in records})
     versions = sorted({r["versions"]["torch"] for r in records})
     asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
+    units = sorted(
+        {row["budget"]["unit"] for r in records for row in r["results"] if row["budget"]}
+    )
     return [
         f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
         "With a learned rotation names say what differs from search=learned (400 steps). Units are layers where nothing "
         "else is said. "
         "dMX: search=exact; + polish: rounds of verified exchanges after it.",
-        "- Budgets are in element_bits and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
+        f"- Budgets are in {' or '.join(units)} and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
         "it; with a learned rotation it is given the one that dMX learned.",
         f"- {_reached(records)}",
-        "- Made by `experiments.compare model=smollm2_135m_instruct_gguf data=wikitext2 search.units=layer search.steps=200 "
-        'search.score_batches=8 seeds=3 "budgets=[4.25,4.5,5,5.5,6]" "rounding=[nearest,gptq]" eval=zero_shot` with '
-        '`search=polished "searches=[kl_per_bit,fisher,differentiable,differentiable+polish]"`; with `search=exact` and '
-        "`search.transform=hadamard_block`; with `search=learned` (400 steps, without `search.steps`). Besides: `search.units=fused`, "
-        "`search.operands=separate`. Each record in docs/results/records holds all its settings.",
+        *_MADE_BY
+        * any(r["model"]["id"].startswith(BAR_MODEL) and text_name(r) == BAR_TEXT for r in records),
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
-        f"{max(r['finished'] for r in records)[:10]}. Several runs shared a card, so seconds of a "
-        "search are upper bounds.",
+        f"{max(r['finished'] for r in records)[:10]}."
+        + _shared(records)
+        * " Several runs shared a card, so seconds of a search are upper bounds.",
         "- ± after a perplexity: standard deviation over runs, their number in brackets: three seeds, some of them run "
         "twice (a search on a card is not the same twice); one where nothing can differ. ± after a difference: paired "
         "standard error over windows, with the scatter of runs.",
     ]
+
+
+def _shared(records: Sequence[Record]) -> bool:
+    """Whether two runs on one kind of card overlap in time."""
+    for device in {r["device"]["name"] for r in records}:
+        spans = sorted(
+            (r["started"], r["finished"]) for r in records
+            if r["device"]["name"] == device and r["started"] and r["finished"]
+        )  # fmt: skip
+        if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
+            return True
+    return False
 
 
 def _reached(records: Sequence[Record]) -> str:
@@ -452,9 +483,8 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     if figure is not None:
         lines += ["", f"![{caption}](quality.png)", "", caption]
     add(f"{BAR_MODEL}, {BAR_TEXT}, W+A: at a glance", overview(tables))
-    for model in dict.fromkeys(t.model for t, _ in _ordered(test)):
-        of = {t: g for t, g in test.items() if t.model == model}
-        add(f"Against the best heuristic: {model}", difference_table(of))
+    for of, name in _by_text(test):
+        add(f"Against the best heuristic: {name}", difference_table(of))
     add("What was asked", bar_table(test))
     add("How it was measured", conditions(records))
     for table, groups in _ordered(test):
@@ -468,15 +498,15 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
         ("Zero-shot tasks", task_tables, every),
         ("Layers above MXFP4, %", kept_high, test or validation),
     ):
-        for model in dict.fromkeys(t.model for t, _ in _ordered(source)):
-            add(f"{title}: {model}", part({t: g for t, g in source.items() if t.model == model}))
-    for model, text in dict.fromkeys((t.model, t.text) for t in validation):
-        of = {t: g for t, g in tables.items() if (t.model, t.text) == (model, text)}
-        known = [line for groups in of.values() if (line := references(groups))]
-        rows = ablation({t: g for t, g in of.items() if t in validation})
+        for of, name in _by_text(source):
+            add(f"{title}: {name}", part(of))
+    for of, name in _by_text(validation):
+        first = next(iter(of))
+        known = [g for groups in of.values() for g in groups]
+        line = references(known + _unquantized(tables, first.model, first.text))
         add(
-            f"Settings, on the validation text: {model}, {text}",
-            [*([", ".join(known) + ".", ""] if known else []), *rows],
+            f"Settings, on the validation text: {name}",
+            [*([f"{line}.", ""] if line else []), *ablation(of)],
         )
     return "\n".join(lines) + "\n", figure
 
@@ -499,3 +529,18 @@ def _order(table: Table) -> tuple[Any, ...]:
 
 def _ordered(tables: Mapping[Table, Sequence[Group]]) -> list[tuple[Table, Sequence[Group]]]:
     return sorted(tables.items(), key=lambda item: _order(item[0]))
+
+
+def _by_text(
+    tables: Mapping[Table, Sequence[Group]],
+) -> list[tuple[dict[Table, Sequence[Group]], str]]:
+    """Tables of one model and text, and its name; the text where the model has several."""
+    places = dict.fromkeys((t.model, t.text) for t, _ in _ordered(tables))
+    texts = Counter(model for model, _ in places)
+    return [
+        (
+            {t: g for t, g in tables.items() if (t.model, t.text) == place},
+            ", ".join(place) if texts[place[0]] > 1 else place[0],
+        )
+        for place in places
+    ]

@@ -8,14 +8,16 @@ with the lowest mean perplexity at the same model, text, operands, transform, ro
 
 import functools
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from dmx.errors import DmxError
 from experiments._reading import Record
 from experiments._results import Group, group_rows, paired_difference
 
@@ -49,14 +51,19 @@ class Table:
 
     @property
     def title(self) -> str:
-        return ", ".join([self.model, self.text, self.operands, *self._unusual]) + (
+        unusual = [part for part in self._unusual if part != self.operands]
+        return ", ".join([self.model, self.text, self.operands, *unusual]) + (
             f": transform {self.transform}, rounding {self.rounding}"
         )
 
     @property
     def _unusual(self) -> list[str]:
         units = [] if self.units == "layer" else [f"{self.units} units"]
-        return [*units, *(["separate operands"] if self.is_separate else [])]
+        return [
+            *units,
+            *(["separate operands"] if self.is_separate else []),
+            *(["W"] if self.operands == "W" else []),
+        ]
 
     @property
     def setting(self) -> str:
@@ -124,14 +131,22 @@ def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
     """Groups of all records by table; `label` is the method, `Group.operands` is left out."""
     base = base_settings(records)
     rows: dict[Table, list[dict[str, Any]]] = {}
+    conditions: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
+        name = model_name(record), text_name(record)
+        found = _conditions(record)
+        if found != (usual := conditions.setdefault(name, found)):
+            raise DmxError(
+                f"Records of {', '.join(name)} are not measured alike: {usual} and {found}. Keep one kind in "
+                "docs/results/records."
+            )
         for row in record["results"]:
-            if row.get("perplexity") is None:
+            if row.get("perplexity") is None or not math.isfinite(row["perplexity"]):
                 continue
             kind, search = row["search"] or "", record["requested"]["search"]
             rounding = (row.get("rounding") or {}).get("name", "nearest")
             table = Table(
-                model_name(record), text_name(record), row["operands"] or "",
+                *name, row["operands"] or "",
                 row.get("choice_per") == "operand", search["units"] if kind else "layer",
                 (row.get("transform") or {}).get("name", "none"), rounding,
             )  # fmt: skip
@@ -142,6 +157,16 @@ def pooled(records: Sequence[Record]) -> dict[Table, list[Group]]:
                 label = f"{label} {extra}".strip()
             rows.setdefault(table, []).append(row | {"label": label, "operands": None})
     return {table: group_rows(_once(found)) for table, found in rows.items()}
+
+
+def _conditions(record: Record) -> dict[str, Any]:
+    """What must be alike for rows of a model and text to be pooled."""
+    evaluation, calibration = record["data"]["evaluation"], record["data"]["calibration"] or {}
+    return {
+        "dtype": record["model"]["dtype"],
+        "windows": (evaluation["windows"], evaluation["window"]),
+        "calibration": [calibration.get(key) for key in ("name", "batches", "batch_shape")],
+    }
 
 
 def method(row: Mapping[str, Any]) -> str:
@@ -181,7 +206,19 @@ def is_dmx(group: Group) -> bool:
     return (group.search or "").startswith("differentiable")
 
 
+def common(group: Group, reference: Group) -> tuple[Group, Group]:
+    """Both on the seeds that both have; as they are where they have none in common."""
+    seeds = {r["seed"] for r in group.rows} & {r["seed"] for r in reference.rows}
+    if not seeds:
+        return group, reference
+    ours, theirs = (
+        replace(g, rows=tuple(r for r in g.rows if r["seed"] in seeds)) for g in (group, reference)
+    )
+    return ours, theirs
+
+
 def percent(group: Group, reference: Group) -> float:
+    group, reference = common(group, reference)
     return 100 * (mean_perplexity(group) / mean_perplexity(reference) - 1)
 
 
@@ -190,7 +227,7 @@ def percent_text(group: Group, reference: Group | None) -> str:
     of seeds."""
     if reference is None or reference is group:
         return "–"
-    noise = paired_difference(group, reference).noise
+    noise = paired_difference(*common(group, reference)).noise
     decimals = 2 if noise is not None and 100 * noise < 0.05 else 1
     share = round(percent(group, reference), decimals) + 0.0  # no -0.0
     text = f"{share:+.{decimals}f}"

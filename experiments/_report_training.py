@@ -5,6 +5,7 @@ own folder (train.jsonl, validation.jsonl, mor.jsonl).
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,44 +35,58 @@ TOLERANCE = 0.005
 
 
 def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str, Any]]:
-    """Final validation loss of each recipe against the baseline's.
+    """Final validation loss of each recipe against the baseline's, on the seeds that both have.
 
     Within the tolerance is what is worse by no more than the larger of `TOLERANCE` and two standard
-    errors of the difference of means over seeds (known from two seeds each), or is better.
+    errors of the difference of means over seeds (known from two seeds each), or is better. A recipe
+    whose loss is not finite on a seed where the baseline's is, is outside.
     """
     base = next((g for g in groups if g.label == baseline), None)
     found: list[dict[str, Any]] = []
     for group in groups:
         if base is None or group is base:
             continue
-        ours, theirs = group.statistic("nll"), base.statistic("nll")
-        if ours.mean is None or theirs.mean is None:
-            reason = ours.reason or theirs.reason
-            found.append(
-                {"recipe": group.label, "difference_nats": None, "difference_reason": reason}
-            )
+        finite = {row.get("seed") for row in base.rows if row["nll"] is not None}
+        seeds = [row.get("seed") for row in group.rows if row.get("seed") in finite]
+        lost = [
+            row.get("seed")
+            for row in group.rows
+            if row.get("seed") in finite and row["nll"] is None
+        ]
+        ours, theirs = (
+            replace(g, rows=tuple(r for r in g.rows if r.get("seed") in seeds)).statistic("nll")
+            for g in (group, base)
+        )
+        entry: dict[str, Any] = {"recipe": group.label, "seeds": seeds, "within": not lost}
+        found.append(entry)
+        if lost or ours.mean is None or theirs.mean is None:
+            reason = f"no seed in common with {baseline}"
+            if lost:
+                reason = f"seed {', '.join(map(str, lost))}: loss is not finite"
+            elif not finite:
+                reason = f"the loss of {baseline} is not finite"
+            entry |= {"difference_nats": None, "difference_reason": reason}
             continue
         difference = ours.mean - theirs.mean
         stderr = None
         if ours.spread is not None and theirs.spread is not None:
             stderr = (ours.spread**2 / ours.count + theirs.spread**2 / theirs.count) ** 0.5
         allowed = max(TOLERANCE * theirs.mean, 2 * (stderr or 0.0))
-        found.append(
-            {
-                "recipe": group.label,
-                "difference_nats": difference,
-                "difference_share": difference / theirs.mean,
-                "stderr_nats": stderr,
-                "allowed_nats": allowed,
-                "within": difference <= allowed,
-                "seeds": [ours.count, theirs.count],
-            }
-        )
+        entry |= {
+            "difference_nats": difference,
+            "difference_share": difference / theirs.mean,
+            "stderr_nats": stderr,
+            "allowed_nats": allowed,
+            "baseline_nats": theirs.mean,
+            "within": difference <= allowed,
+        }
     return found
 
 
 def comparison_text(entry: Mapping[str, Any]) -> str:
     """One sentence."""
+    if not entry["within"] and entry["difference_nats"] is None:
+        return f"{entry['recipe']} is outside the tolerance of bf16: {entry['difference_reason']}."
     if entry["difference_nats"] is None:
         return f"{entry['recipe']}: no comparison with bf16 ({entry['difference_reason']})."
     verb = "is within" if entry["within"] else "is outside"

@@ -1,6 +1,7 @@
 """What every run shares: its folder, provenance, measured rows, record, report, and exit code."""
 
 import datetime
+import fcntl
 import functools
 import json
 import math
@@ -11,7 +12,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +31,7 @@ import mor
 from dmx.assignment import Assignment
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.perplexity import perplexity_of, window_losses
-from dmx.files import sha256, temporary_prefix, write_json, write_new_text
+from dmx.files import sha256, temporary_prefix, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
 from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
@@ -82,9 +84,10 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
         return task(cfg)
     except Exception as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            if isinstance(error, FolderTaken):  # another run's, which may be under way
-                raise
-            write_error(Path(HydraConfig.get().runtime.output_dir), command, error)
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            # Where a run has claimed the folder, it writes its own errors; this may be another's.
+            if not isinstance(error, FolderTaken) and not (folder / "config.yaml").exists():
+                write_error(folder, command, error)
             raise
         if not isinstance(error, DmxError):
             raise
@@ -94,6 +97,18 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; where the file system has no locks, all."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class FolderTaken(RunError):
@@ -140,37 +155,38 @@ class Run:
         """
         path = self.folder / "config.yaml"
         try:
-            # Listed first: a start of the same command beside this one may take the folder meanwhile.
-            held = {
-                p.name
-                for p in (self.folder.iterdir() if self.folder.exists() else ())
-                if not p.name.startswith(temporary_prefix(path))  # another's that starts now
-            }
-            found = path.read_text() if path.exists() else None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self.folder):  # of commands that start at once one takes the folder
+                self._claim_locked(path, config_yaml)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise RunError(
-                f"run.folder={self.folder} cannot be read ({why}). Choose another folder."
+                f"run.folder={self.folder} cannot be read or written ({why}). Choose another folder."
             ) from error
+
+    def _claim_locked(self, path: Path, config_yaml: str) -> None:
+        held = {
+            p.name for p in self.folder.iterdir()
+            if not p.name.startswith(temporary_prefix(path))  # of a start that was killed
+        }  # fmt: skip
+        found = path.read_text() if path.exists() else None
         if held == {path.name, ERROR_FILE}:
-            for name in (ERROR_FILE, path.name):  # without its error a folder is not a failed one
-                self.path(name).unlink(missing_ok=True)
             found, held = None, set()
-        if found is None and held - {ERROR_FILE}:
-            raise FolderTaken(
-                f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
-                "another folder."
-            )
-        if found is None and not write_new_text(path, config_yaml):
-            found = path.read_text()  # another command took the folder since
-        if found not in (None, config_yaml):
+        if found is None:
+            if held - {ERROR_FILE}:
+                raise FolderTaken(
+                    f"run.folder={self.folder} is not empty and holds no run of this project. Choose "
+                    "another folder."
+                )
+            write_text(path, config_yaml)
+        elif found != config_yaml:
             raise FolderTaken(
                 f"run.folder={self.folder} holds another run (its config.yaml differs). Choose "
                 "another folder, or delete that one."
             )
+        self.path(ERROR_FILE).unlink(missing_ok=True)
 
     def __enter__(self) -> "Run":
-        self.path(ERROR_FILE).unlink(missing_ok=True)
         self._caught.__enter__()
         # Python shows a warning once a process; every run of a sweep must note its own.
         warnings.filterwarnings("always", category=UserWarning, module=r"(dmx|mor)\.")

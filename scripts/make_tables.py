@@ -271,7 +271,14 @@ def told_of(where: str) -> Iterator[None]:
     """Raise DmxError for a record that lacks what its page shows."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        StopIteration,
+    ) as error:
         raise DmxError(
             f"{where}: a record lacks what its page shows ({type(error).__name__}: {error}). Make it "
             "again with this version, or delete it."
@@ -289,7 +296,8 @@ def outputs() -> dict[Path, str | bytes]:
             with told_of(f"{RECORDS / name}.json"):
                 made |= own_page(name, record)
     if record := records.get(README_RECORD):
-        readme = between(readme, START, END, f"{table(record)}\n\n{conditions(record)}")
+        with told_of(f"{RECORDS / README_RECORD}.json"):
+            readme = between(readme, START, END, f"{table(record)}\n\n{conditions(record)}")
     if exports := [r for r in records.values() if r.get("command") == "export"]:
         with told_of(f"{RECORDS}, records of exports"):
             made[RESULTS / "export.md"] = export_page(exports)

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import dmx
-from dmx import files
 from dmx.data import DataConfig, encode, load_text
 from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
 from dmx.models import byte_tokenizer
 from experiments import _rows, compare, evaluate, search
 from experiments._collect import check_comparable
+from experiments._run import FolderTaken, Run
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -250,38 +250,39 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
 
 
-def test_of_two_unlike_commands_that_start_at_once_one_takes_the_folder(run, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    write = files.write_new_text
+@pytest.mark.parametrize(
+    "held", [(), ("error.json",), ("config.yaml", "error.json"), (".config.yaml.x.tmp",)]
+)
+def test_of_commands_that_start_at_once_one_takes_the_folder(held, tmp_path):
+    def claim(folder, settings):
+        started = object.__new__(Run)
+        started.folder = folder
+        try:
+            started._claim(settings)
+        except FolderTaken as error:
+            return str(error)
+        return None
 
-    def late(path, text):
-        write(path, "search: {steps: 7}\n")  # the other one, after this one found no folder
-        return write(path, text)
+    for attempt in range(20):
+        folder = tmp_path / str(attempt)
+        for name in held:
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text("{}")
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda i, f=folder: claim(f, f"steps: {i}\n"), range(8)))
+        (winner,) = [i for i, error in enumerate(found) if error is None]
+        assert (folder / "config.yaml").read_text() == f"steps: {winner}\n"
+        assert all("holds another run" in error for error in found if error)
+        assert not (folder / "error.json").exists()
 
-    monkeypatch.setattr("experiments._run.write_new_text", late)
-    code, _, err = run(search, *SEARCH, f"run.folder={folder}")
-    assert code == 2 and "holds another run" in err
+
+def test_a_sweep_refused_before_it_takes_a_folder_leaves_another_run_alone(run, tmp_path):
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("search: {steps: 7}\n")
+    code, _, err = run(search, "-m", *SEARCH, "budget.limit=3.9", f"hydra.sweep.dir={tmp_path}")
+    assert code and "budget.limit=3.9" in err
     assert [p.name for p in folder.iterdir()] == ["config.yaml"]
-    assert (folder / "config.yaml").read_text() == "search: {steps: 7}\n"
-
-
-@pytest.mark.parametrize("has_links", [True, False])
-def test_a_new_file_is_written_once(has_links, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    if not has_links:
-        monkeypatch.setattr(os, "link", refuse)
-    path = tmp_path / "folder" / "file"
-    assert files.write_new_text(path, "one") and not files.write_new_text(path, "two")
-    assert path.read_text() == "one" and list(path.parent.iterdir()) == [path]
-
-
-def test_of_many_writers_of_a_new_file_one_succeeds(tmp_path):
-    with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda i: files.write_new_text(tmp_path / "x", str(i)), range(64)))
-    assert sum(made) == 1 and (tmp_path / "x").read_text() == str(made.index(True))
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_refused_start_of_a_sweep_writes_nothing_into_the_folder_of_another_run(run, tmp_path):

@@ -141,6 +141,48 @@ def test_differences_count_as_lower_higher_or_the_same():
     assert "| none | dMX | same |" in text(0.0, 0.0) and "in 0 of 0 cells" in text(0.0, 0.0)
 
 
+def test_differences_are_on_the_seeds_that_both_have():
+    records = read("quality_test_none_50_0", "quality_test_none_50_1")
+    for record in records:
+        record["results"] = [r for r in record["results"] if not r["rounding"]]
+    first, second = ({r["label"]: r for r in record["results"]} for record in records)
+    records[1]["results"] = [second["dmx"]]
+    text, _ = quality_page(records)
+    gain = 100 * (first["dmx"]["perplexity"] / first["kl_per_bit"]["perplexity"] - 1)
+    assert f"| none | dMX | **{gain:+.1f} ± " in text
+    assert f"| dMX | {(first['dmx']['perplexity'] + second['dmx']['perplexity']) / 2:.2f}" in text
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value"),
+    [("model", "dtype", "float32"), ("evaluation", "windows", 20), ("calibration", "batches", 4)],
+)
+def test_records_that_are_not_measured_alike_are_refused(place, key, value):
+    records = read("quality_test_none_50_0", "quality_test_none_50_1")
+    of = records[1] if place == "model" else records[1]["data"]
+    of[place][key] = value
+    with pytest.raises(DmxError, match="not measured alike"):
+        quality_page(records)
+
+
+def test_other_models_have_their_own_projections_and_units():
+    record = at_five_bits()
+    for row in record["results"]:
+        if row["search"]:
+            row["budget"]["unit"] = "bits_per_element"
+            row["perplexity"] = float("inf") if row["label"] == "fisher" else row["perplexity"]
+            row["format_counts"] = {
+                "weight": {"c_attn": {"mxfp4": 1, "mxfp6_e2m3": 3}, "up": {"mxfp4": 2}}
+            }
+    record["model"]["id"] = "someone/gpt"
+    text, figure = quality_page([record])
+    assert "| transform | method | budget | up | c_attn |" in text
+    assert "| none | dMX | ≤ 5 bits_per_element | 0 | 75 |" in text
+    assert "Budgets are in bits_per_element" in text and "smollm2_135m_instruct_gguf" not in text
+    assert "Several runs shared a card" not in text and "inf" not in text
+    assert figure.axes[0].get_xlabel() == "budget, bits_per_element"
+
+
 def test_the_picture_shows_the_best_dmx_and_how_sure_its_difference_is():
     record = at_five_bits()
     rows = {row["label"]: row for row in record["results"]}
@@ -219,6 +261,14 @@ def test_uniform_formats_of_two_transforms_are_two_lines():
     lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert lines["uniform"] == [100.0, 23.0] and lines["uniform, hadamard_block"] == [50.0, 23.0]
     assert pareto(group_rows(rows), zoom=True) is None
+
+
+def test_a_recipe_that_diverged_on_a_seed_is_missed():
+    records = runs("bf16") + runs("tensor")
+    records[4]["results"][0] |= {"nll": None, "perplexity": None}
+    text, _ = mor_page(records + records[:1], [])
+    assert "| – | – | – | missed, seed 1: loss is not finite |" in text
+    assert "| bf16 | 0, 1, 2 |" in text  # the record that stands twice counts once
 
 
 def test_training_page_pools_seeds_and_splits_settings():
@@ -327,6 +377,11 @@ def test_tasks_are_compared_item_by_item_with_the_best_heuristic_and_bf16():
     del rows["dmx"]["zero_shot"]["piqa"]
     text, _ = quality_page([record])
     assert f"{dmx} 50.0 | – | – |" in text and f"{dmx} bf16 | **-50.0 ± 28.9** | – | – |" in text
+    answer(rows["fisher"], arc=[0, 0, 0, 0])
+    rows["kl_per_bit"]["zero_shot"] = (
+        None  # the best by perplexity was not asked; no other stands in
+    )
+    assert f"{dmx} fisher |" not in quality_page([record])[0]
     record["results"] = [rows["bf16"], rows["dmx"]]  # no heuristic, as with learned rotations
     assert f"{dmx} bf16 | **-50.0 ± 28.9** |" in quality_page([record])[0]
     for row in rows.values():

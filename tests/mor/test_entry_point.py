@@ -138,7 +138,24 @@ def test_comparison_takes_the_larger_of_half_a_percent_and_two_standard_errors()
     stderr = (0.1**2 + 0.05**2) ** 0.5
     assert noisy[0]["within"] and noisy[0]["allowed_nats"] == pytest.approx(2 * stderr)
     broken = comparison(group_rows(rows("bf16", 4.0) + rows("tensor", None)))
-    assert "no comparison with bf16 (not finite)" in comparison_text(broken[0])
+    assert not broken[0]["within"]
+    assert "outside the tolerance of bf16: seed 0: loss is not finite." in comparison_text(
+        broken[0]
+    )
+
+
+def test_comparison_is_on_the_seeds_that_both_have():
+    bf16 = rows("bf16", 4.0, 5.0, 6.0)
+    (lost,) = comparison(group_rows(bf16 + rows("tensor", 4.0, None, 6.0)))
+    assert not lost["within"] and lost["difference_reason"] == "seed 1: loss is not finite"
+    (fewer,) = comparison(group_rows(bf16 + rows("tensor", 4.01, 5.01)))
+    assert fewer["difference_nats"] == pytest.approx(0.01) and fewer["baseline_nats"] == 4.5
+    (theirs,) = comparison(
+        group_rows(rows("bf16", 4.0, None, 6.0) + rows("tensor", 4.01, 9.0, 6.01))
+    )
+    assert theirs["difference_nats"] == pytest.approx(0.01) and theirs["seeds"] == [0, 2]
+    (none,) = comparison(group_rows(rows("bf16", None) + rows("tensor", 4.0)))
+    assert "no comparison with bf16 (the loss of bf16 is not finite)" in comparison_text(none)
 
 
 def test_a_single_fallback_stays_visible_on_the_map():
