@@ -11,6 +11,7 @@ A transform or a rounding that needs tensors keeps them in a file of its own bes
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -287,7 +288,8 @@ class Assignment:
         }
 
     def check(self, model: nn.Module) -> None:
-        """Raise AssignmentError unless every layer exists in the model with its shape."""
+        """Raise AssignmentError unless every layer exists in the model with its shape; warn of another
+        architecture."""
         linears = linear_layers(model)
         for layer, shape in self.shapes.items():
             if layer not in linears:
@@ -311,6 +313,19 @@ class Assignment:
                 f"{f' and {len(unknown) - 1} more layers' if len(unknown) > 1 else ''} of "
                 f"{type(model).__name__} (made for {self.model.get('id')!r}). Load that model, or "
                 "search this one."
+            )
+        config, made_for = getattr(model, "config", None), self.model.get("architecture_sha256")
+        if (
+            made_for
+            and config is not None
+            and made_for
+            not in (architecture_sha256(config, is_tied=is_tied) for is_tied in (None, True, False))
+        ):
+            warnings.warn(
+                f"the assignment was made for a model of another architecture ({self.model.get('id')!r}), "
+                f"whose layers have the names and shapes of this {type(model).__name__}. Formats were "
+                "chosen for that one; search this model for its own.",
+                stacklevel=2,
             )
 
 

@@ -74,7 +74,10 @@ class DataConfig:
             )
         if bool(self.files) != (self.name == "files"):
             found = f"data.files={self.files!r} with data.name={self.name!r}"
-            raise DataError(f"{found}: files and name=files go together. Give both or neither.")
+            raise DataError(
+                f"{found}: files and name=files go together. Give both or neither; on the command line they "
+                "are data.calibration.files=[...] and data.evaluation.files=[...], .name likewise."
+            )
         if self.max_characters is not None and self.max_characters < 1:
             raise DataError(f"data.max_characters={self.max_characters} must be > 0 or null.")
 
@@ -132,8 +135,8 @@ def data_folder() -> Path | None:
     folder = Path(value).expanduser()
     if not folder.is_dir():
         raise DataError(
-            f"DMX_DATA={value} is no folder. Point it at local copies of the data sets "
-            "(docs: data layout), or unset it to use the Hugging Face hub."
+            f"DMX_DATA={value} is no folder. Point it at a folder with local copies of the data sets (a file "
+            "that it lacks is named when it is read), or unset it to use the Hugging Face hub."
         )
     return folder
 

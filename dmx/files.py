@@ -26,10 +26,10 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=temporary_prefix(path), suffix=".tmp", delete=False
-        ) as file:
-            temporary = Path(file.name)
+        # Not NamedTemporaryFile: its objects have a `__del__`, in which a Ctrl-C is lost.
+        descriptor, name = tempfile.mkstemp(".tmp", temporary_prefix(path), path.parent)
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

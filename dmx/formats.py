@@ -155,7 +155,9 @@ FAMILIES = {
 
 
 def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    parts = sorted(name.lower().split("_"))  # the right words in another order come first
+    close = [k for k in known if sorted(k.split("_")) == parts]
+    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 

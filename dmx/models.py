@@ -182,14 +182,19 @@ ARCHITECTURE_KEYS = (
 )
 
 
-def architecture_sha256(model_config: Any) -> str:
+def architecture_sha256(model_config: Any, *, is_tied: bool | None = None) -> str:
     """Hash of what makes two models the same architecture; equal before saving and after loading.
 
     Covers ARCHITECTURE_KEYS and rope_theta, not dtype, names, token ids or library versions.
     Floats count with six digits: a GGUF file holds them in float32.
+
+    Args:
+        is_tied: the hash as if `tie_word_embeddings` were so; None: as it is. Folded rotations untie.
     """
     text = model_config.get_text_config()
     facts = {key: getattr(text, key, None) for key in ARCHITECTURE_KEYS}
+    if is_tied is not None:
+        facts["tie_word_embeddings"] = is_tied
     rope = getattr(text, "rope_parameters", None) or {}
     facts["rope_theta"] = float(rope.get("rope_theta", getattr(text, "rope_theta", None) or 0))
     heads = facts["num_attention_heads"]

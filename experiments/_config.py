@@ -7,6 +7,7 @@ built, before anything is loaded.
 
 import dataclasses
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -25,12 +26,24 @@ from dmx.rounding import ROUNDINGS, GptqConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
 from dmx.transforms.stage import TRANSFORMS
+from experiments._results import HEURISTICS
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 OPERANDS = ("W+A", "W")
 SAFETY = ("off", "calibrated")
-BASELINES = ("bf16", "uniform", "kl")
+BASELINES = ("bf16", "uniform", *HEURISTICS)
+"""Of a search; the first two of a comparison."""
 POLISH = "+polish"
+
+
+_SETTINGS_OF = {
+    "dmx": "searches=[differentiable]",
+    "exact": "search=exact searches=[differentiable]",
+    "cosine": "search=cosine searches=[differentiable]",
+    "learned": "search=learned searches=[differentiable]",
+    "polished": "search=polished searches=[differentiable+polish]",
+}
+"""What is often written into `searches` -> what is meant."""
 
 
 class ConfigError(DmxError):
@@ -152,7 +165,7 @@ class SearchRun:
     budget: Budget
     search: SearchConfig
     baselines: list[str]
-    """Rows beside the search: bf16, uniform (every MX format), kl."""
+    """Rows beside the search: bf16, uniform (every MX format), kl and other heuristics."""
     rounding: str
     """nearest | gptq: every searched assignment is measured a second time, with rounded weights."""
     gptq: GptqConfig
@@ -205,6 +218,8 @@ class CompareRun:
         for name in self.rounding:
             check_choice(name, ROUNDINGS, "rounding")
         for name in self.searches:
+            if setting := _SETTINGS_OF.get(name):
+                raise ConfigError(f"searches={name!r} names settings, not a search: {setting}")
             check_choice(name.removesuffix(POLISH), SEARCHES, "searches")
             # Refuses what cannot be polished, and learned rotations that nobody learns.
             settings = self.settings(name, self.search.seed, self.learner)
@@ -310,6 +325,42 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
+_OWN_NAMES = {
+    "model": "model.id=<hub name or folder>",
+    "budget": "budget.limit=<bits>",
+    "data": "data=files data.calibration.files=[...] data.evaluation.files=[...]",
+}
+"""Groups whose files are examples -> how to give one's own."""
+
+
+def check_overrides(arguments: Sequence[str], command: str) -> None:
+    """Refuse, in a sentence, what Hydra answers with pages: files of configs/ that do not exist, and one
+    budget for a comparison.
+
+    Raises:
+        ConfigError, FormatError
+    """
+    if any(a.startswith(("--config", "-cd", "-cp", "-cn", "hydra.searchpath")) for a in arguments):
+        return  # other files than ours
+    for argument in arguments:
+        group, has_value, value = argument.partition("=")
+        if command == "compare" and group.split(".")[0] == "budget":
+            raise ConfigError(f"{argument}: experiments.compare takes several: budgets=[4.5,5]")
+        if not has_value or not (CONFIGS / group).is_dir():
+            continue
+        known = tuple(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+        for name in value.strip("[]'\"").split(","):
+            name = name.strip(" '\"")
+            if name in ("", "null", *known) or "$" in name or "(" in name:
+                continue
+            if group in _OWN_NAMES:
+                raise ConfigError(
+                    f"{group}={name} is no file of configs/{group}. For your own: {_OWN_NAMES[group]}. "
+                    f"Files: {', '.join(known)}."
+                )
+            check_choice(name, known, group)
+
+
 _T = TypeVar("_T")
 
 
@@ -335,7 +386,10 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
             check_choice(value, get_args(hint), path)
         else:
             shown = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
-            raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}")
+            way_out = (
+                f": {path}=[{value}]" if get_origin(hint) is list and _fits([value], hint) else ""
+            )
+            raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}{way_out}")
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -19,10 +19,9 @@ from omegaconf import OmegaConf
 
 from dmx.errors import DmxError
 from experiments._reading import Record
-from experiments._results import Group, group_rows, paired_difference
+from experiments._results import HEURISTICS, Group, group_rows, paired_difference
 
 SETTINGS = Path(__file__).resolve().parent.parent / "configs" / "search"
-HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
 _SHARED = (
     "family", "weighting", "exclude", "fixed", "include_lm_head", "target", "scale_rule",
     "score_batches", "polish_rounds", "polish_batches",

@@ -19,7 +19,14 @@ from experiments._maps import agreement_section, map_section, operand_formats
 from experiments._provenance import asked_and_ran, environment
 from experiments._reading import Record, SearchTrace, read_assignments, read_record, read_traces
 from experiments._report_export import export_section
-from experiments._results import Group, difference_to, group_rows, spread_text, verdicts
+from experiments._results import (
+    Group,
+    difference_to,
+    group_rows,
+    opponent,
+    spread_text,
+    verdict_texts,
+)
 from experiments._tables import (
     budget_suffix,
     difference_text,
@@ -50,9 +57,7 @@ def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
 
 def _headline(record: Record, groups: Sequence[Group]) -> Html:
     """The verdict, then what limits it: stronger opponents, the note on the model."""
-    found = verdicts(record["results"])
-    recorded = record.get("verdict")
-    texts = [recorded["text"]] if recorded and len(found) < 2 else [v["text"] for v in found]
+    texts = verdict_texts(record)
     if not texts:
         quantized = [
             g for g in groups if g.label != "bf16" and g.statistic("perplexity").mean is not None
@@ -62,7 +67,7 @@ def _headline(record: Record, groups: Sequence[Group]) -> Html:
             for g in quantized[:1]
         ]
         texts.append(
-            "No dMX result stands beside a kl result at the same budget, so there is no verdict."
+            "No dMX result stands beside a heuristic's at the same budget, so there is no verdict."
         )
     notes = [_strongest_note(group, groups) for group in groups if group.search == "differentiable"]
     model = record.get("model") or {}
@@ -77,7 +82,8 @@ def _headline(record: Record, groups: Sequence[Group]) -> Html:
 
 
 def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
-    """dMX against the best of the searches other than `kl` at its budget."""
+    """dMX against the best of the searches other than `kl` at its budget; None where the verdict is
+    of that one already."""
     others = [
         g for g in groups
         if (g.budget, g.kind) == (group.budget, group.kind)
@@ -89,6 +95,8 @@ def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
             "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
         )
     best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
+    if best.search == opponent(groups):
+        return None
     difference = difference_to(group, groups, best.search or "")
     return (
         f"Against {best.name}{budget_suffix(group)}, the strongest other search: "

@@ -24,6 +24,8 @@ SIGNIFICANT = 1.0
 """A difference counts when it exceeds this many paired standard errors; below, it is a tie. The
 standard error stands beside every difference, so that a stricter reader can ask for more."""
 
+HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
+
 
 @dataclass(frozen=True)
 class Statistic:
@@ -244,11 +246,28 @@ def _seed_variance(group: Group) -> float:
     return spread**2 / len(group.rows) if spread is not None else 0.0
 
 
-def reference_of(group: Group, groups: Sequence[Group], search: str = "kl") -> Group | str:
+def opponent(groups: Sequence[Group]) -> str:
+    """The heuristic that others are compared with: `kl`, the paper's, where it was run, else the one
+    with the lowest mean loss."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        if group.search in HEURISTICS and (loss := group.statistic("nll").mean) is not None:
+            found.setdefault(group.search, []).append(loss)
+    if not found or HEURISTICS[0] in found:
+        return HEURISTICS[0]
+    return min(found, key=lambda name: float(np.mean(found[name])))
+
+
+def reference_of(group: Group, groups: Sequence[Group], search: str | None = None) -> Group | str:
     """The group of `search` that `group` is compared with, or the reason why there is none.
 
-    Same kind and budget; a group without a budget takes the only one there is.
+    Same kind, rounding, safety net and budget; a group without a budget takes the only one there is.
+
+    Args:
+        search: None: `opponent`.
     """
+    _, *parts = (group.search or "").split("+")
+    search = "+".join([search or opponent(groups), *(part for part in parts if part != "polish")])
     candidates = [g for g in groups if g.search == search and g.kind == group.kind]
     if group.budget:
         candidates = [g for g in candidates if g.budget == group.budget]
@@ -259,17 +278,17 @@ def reference_of(group: Group, groups: Sequence[Group], search: str = "kl") -> G
     return candidates[0]
 
 
-def difference_to(group: Group, groups: Sequence[Group], search: str = "kl") -> Difference:
+def difference_to(group: Group, groups: Sequence[Group], search: str | None = None) -> Difference:
     reference = reference_of(group, groups, search)
     if isinstance(reference, str):
-        return Difference(None, None, 0, search, reference)
+        return Difference(None, None, 0, search or opponent(groups), reference)
     if reference is group:
-        return Difference(None, None, 0, search, "the reference itself")
+        return Difference(None, None, 0, reference.title, "the reference itself")
     return paired_difference(group, reference)
 
 
 def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
-    """One verdict per dMX group that has a `kl` result at its budget.
+    """One verdict per dMX group that has a result of the `opponent` at its budget.
 
     Returns:
         dicts with `text`, `difference_nats`, `stderr_nats` (paired, over windows), `beats`
@@ -279,7 +298,8 @@ def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
     for group in groups:
         reference = reference_of(group, groups)
-        if group.search != "differentiable" or isinstance(reference, str):
+        is_dmx = (group.search or "").split("+")[0] == "differentiable"
+        if not is_dmx or isinstance(reference, str):
             continue
         difference = paired_difference(group, reference)
         found.append(
@@ -295,6 +315,12 @@ def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def verdict_texts(record: Mapping[str, Any]) -> list[str]:
+    """What a record claims: its own verdict, or where it has several dMX results one for each."""
+    found, recorded = verdicts(record["results"]), record.get("verdict")
+    return [recorded["text"]] if recorded and len(found) < 2 else [v["text"] for v in found]
 
 
 def _verdict_text(group: Group, reference: Group, difference: Difference) -> str:

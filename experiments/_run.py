@@ -1,5 +1,6 @@
 """What every run shares: its folder, provenance, measured rows, record, report, and exit code."""
 
+import _thread
 import datetime
 import fcntl
 import functools
@@ -9,6 +10,7 @@ import os
 import platform
 import resource
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import hydra
 import torch
@@ -34,10 +36,11 @@ from dmx.evaluate.perplexity import perplexity_of, window_losses
 from dmx.files import sha256, temporary_prefix, write_json, write_text
 from dmx.kernels import ops
 from dmx.layers import Safety, apply, restore
-from experiments._config import CONFIGS, EvaluationConfig, RunConfig, register
+from experiments._config import CONFIGS, EvaluationConfig, RunConfig, check_overrides, register
 from experiments._memory import keep_freed_memory
 from experiments._reading import read_record
 from experiments._report import write_report
+from experiments._results import verdict_texts
 from experiments._tables import terminal_table, zero_shot_terminal
 
 console = Console(stderr=True)
@@ -71,9 +74,18 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
         def guarded(cfg: DictConfig) -> Any:
             return _guard(task, config_name, cfg)
 
-        main: Callable[[], None] = hydra.main(
+        composed: Callable[[], None] = hydra.main(
             version_base="1.3", config_path=str(CONFIGS), config_name=config_name
         )(guarded)
+
+        def main() -> None:
+            try:
+                check_overrides(sys.argv[1:], config_name)
+            except DmxError as error:
+                _refuse(error)
+            with no_lost_interrupts():
+                composed()
+
         return main
 
     return decorate
@@ -91,12 +103,35 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
             raise
         if not isinstance(error, DmxError):
             raise
-        console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _refuse(error)
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+@contextmanager
+def no_lost_interrupts() -> Iterator[None]:
+    """Raise a Ctrl-C once more that came while some object was being deleted: Python drops those."""
+    usual = sys.unraisablehook
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            # Later, for what this hook itself raises is dropped too.
+            threading.Timer(0.05, _thread.interrupt_main).start()
+        else:
+            usual(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+
+
+def _refuse(error: DmxError) -> NoReturn:
+    console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 @contextmanager
@@ -351,11 +386,11 @@ class Run:
         out.print(terminal_table(record))
         if (zero_shot := zero_shot_terminal(record)) is not None:
             out.print(zero_shot)
-        if record["verdict"] is not None:
-            out.print(record["verdict"]["text"], markup=False)
-        for name in ("assignment.json", "record.json", "report.html"):
+        for text in verdict_texts(record):
+            out.print(text, markup=False)
+        for name in ("assignment.json", "assignment.gptq.json", "record.json", "report.html"):
             if self.path(name).exists():
-                out.print(f"{name:16} {self.path(name)}", soft_wrap=True, highlight=False)
+                out.print(f"{name:20} {self.path(name)}", soft_wrap=True, highlight=False)
 
     def _device_facts(self) -> dict[str, Any]:
         cuda = self.device.type == "cuda"

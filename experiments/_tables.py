@@ -24,6 +24,7 @@ from experiments._results import (
     difference_to,
     group_rows,
     item_difference,
+    opponent,
     points_text,
     spread_text,
     zero_shot_tasks,
@@ -37,6 +38,7 @@ class Column:
     """One column of the results table; `cell` gives the text and the reason when it is missing."""
 
     head: str
+    """{} stands for the search that rows are compared with."""
     unit: str
     cell: Callable[[Group, Sequence[Group]], tuple[str, str]]
     narrow: str | None
@@ -97,7 +99,7 @@ def _bits(statistic: Statistic) -> str:
 
 COLUMNS = (
     Column("perplexity", "", _metric("perplexity"), "perplexity"),
-    Column("minus kl", "nats/token, paired", _difference_cell, "minus kl\nnats/token"),
+    Column("minus {}", "nats/token, paired", _difference_cell, "minus {}\nnats/token"),
     Column("element bits", "without scales", _metric("element_bits", _bits), "element\nbits"),
     Column("bits/element", "with scales", _metric("bits_per_element", _bits), "bits/\nelement"),
     Column(
@@ -126,7 +128,7 @@ def terminal_table(record: Record) -> Table:
     columns = [column for column in COLUMNS if column.narrow]
     for column in columns:
         table.add_column(
-            column.narrow or "", justify="right", overflow="fold"
+            (column.narrow or "").format(opponent(groups)), justify="right", overflow="fold"
         )  # never a cut number
     joint, separate = by_operands(groups)
     for group in (*joint, *separate):
@@ -185,7 +187,13 @@ def _results_table(groups: Sequence[Group]) -> Html:
         else None,
         el("th", "seeds", scope="col", cls="num") if seeds else None,
         (
-            el("th", c.head, el("small", c.unit) if c.unit else None, scope="col", cls="num")
+            el(
+                "th",
+                c.head.format(opponent(groups)),
+                el("small", c.unit) if c.unit else None,
+                scope="col",
+                cls="num",
+            )
             for c in COLUMNS
         ),
     )

@@ -54,6 +54,10 @@ class ExportRun:
     run: RunConfig
 
     def __post_init__(self) -> None:
+        if self.target in PROFILES:
+            raise ConfigError(
+                f"target={self.target} is a profile: target=compressed_tensors profile={self.target}"
+            )
         check_choice(self.target, EXPORT_TARGETS, "target")
         if self.profile is not None:
             check_choice(self.profile, PROFILES, "profile")

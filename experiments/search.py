@@ -13,7 +13,7 @@ from dmx.formats import MX_FORMATS
 from dmx.models import meta_model
 from dmx.searching import search_space
 from experiments._config import SearchRun, build_root
-from experiments._results import verdicts
+from experiments._results import HEURISTICS, verdicts
 from experiments._rows import Bench, check_windows
 from experiments._run import Run, entry_point
 
@@ -44,9 +44,10 @@ def main(cfg: DictConfig) -> float | None:
         if "uniform" in config.baselines:
             for block_format in MX_FORMATS:
                 bench.uniform(block_format, search)
-        if "kl" in config.baselines and config.search.name != "kl":
-            opponent = dataclasses.replace(search, name="kl", polish_rounds=0)
-            bench.searched(opponent, config.budget, name="kl")
+        for name in HEURISTICS:
+            if name in config.baselines and config.search.name != name:
+                opponent = dataclasses.replace(search, name=name, polish_rounds=0)
+                bench.searched(opponent, config.budget, name=name)
         if not config.search.learns_rotation:
             bench.searched(config.search, config.budget, name="assignment")
         if config.search.name == "differentiable":

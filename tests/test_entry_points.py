@@ -15,12 +15,13 @@ import torch
 
 import dmx
 from dmx.data import DataConfig, encode, load_text
-from dmx.errors import RunError
+from dmx.errors import DmxError, RunError
 from dmx.formats import MX_FORMATS
 from dmx.models import byte_tokenizer
 from experiments import _rows, compare, evaluate, search
 from experiments._collect import check_comparable
-from experiments._run import FolderTaken, Run
+from experiments._config import check_overrides
+from experiments._run import FolderTaken, Run, no_lost_interrupts
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -176,6 +177,11 @@ def test_uniform_rows_hold_every_format(run, tmp_path):
         (["model.tiny.layers=two"], r"model\.tiny\.layers='two' has the wrong type: expected int"),
         (["+model.tiny.depth=2"], r"model\.tiny key='depth' is not allowed.*Allowed: .*layers"),
         (["data=files"], r"DataError: data\.files=\[\] with data\.name='files'"),
+        (["budget=5.0"], r"budget=5\.0 is no file of configs/budget.*budget\.limit=<bits>"),
+        (["search=polish"], r"FormatError: search='polish'.*Did you mean 'polished'"),
+        (["model=a/b"], r"ConfigError: model=a/b is no file .*model\.id=<hub name or folder>"),
+        (["search.family=mxfp4_mxfp6"], r"Did you mean 'mxfp6_mxfp4'"),
+        (["baselines=bf16"], r"expected list\[str\]: baselines=\[bf16\]"),
         (["run.device=gpu"], r"ConfigError: run\.device='gpu'.*Use auto, cpu or cuda"),
         (["run.device=meta"], r"ConfigError: run\.device='meta' is not supported"),
         (["run.threads=0"], r"ConfigError: run\.threads=0 must be at least 1"),
@@ -190,6 +196,29 @@ def test_a_wrong_setting_is_refused_before_weights_load(
     assert code == 2 and "Traceback" not in err
     assert re.search(words, err), err
     assert not folder.exists()  # nothing is left in the way of the next try
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["budget.limit=5"], r"ConfigError: budget\.limit=5: .*budgets=\[4\.5,5\]"),
+        (["searches=[kl,exact]"], r"searches='exact' names settings.*search=exact searches=\[differentiable\]"),
+    ],
+)  # fmt: skip
+def test_a_comparison_refuses_what_is_of_a_search(arguments, words, run, tmp_path):
+    code, _, err = run(compare, *TINY, *arguments, f"run.folder={tmp_path / 'run'}")
+    assert code == 2 and "Traceback" not in err and re.search(words, err), err
+
+
+def test_files_of_ones_own_configs_are_hydras_to_find(tmp_path):
+    (tmp_path / "budget").mkdir()
+    (tmp_path / "budget" / "mine.yaml").write_text("limit: 5.0\n")
+    check_overrides([f"--config-dir={tmp_path}", "budget=mine"], "search")
+    check_overrides(
+        ["-m", "search=kl,fisher", "mor=[bf16,'tensor']", "sweep=null", "x=y"], "search"
+    )
+    with pytest.raises(DmxError, match="search='kk'"):
+        check_overrides(["-m", "search=kl,kk"], "search")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -438,6 +467,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
 
     assert run(search, *arguments, f"run.folder={died}")[0] == 0
     assert numbers(died) == numbers(whole)
+
+
+def test_a_ctrl_c_that_python_drops_is_raised_again():
+    class Deleted:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    with no_lost_interrupts(), pytest.raises(KeyboardInterrupt):
+        Deleted()
+        time.sleep(10)
 
 
 def _composed(name, overrides):

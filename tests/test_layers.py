@@ -1,6 +1,7 @@
 """Applying an assignment and taking it away: same Parameters, same keys, same model afterwards."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -278,3 +279,15 @@ def test_an_assignment_of_another_shape_is_refused_at_apply(tiny_random, make_ti
     other = make_tiny("llama", hidden_size=96, heads=6).model
     with pytest.raises(AssignmentError, match=r"for another model"):
         dmx.apply(other, mixed(tiny_random.model)[2])
+
+
+def test_an_assignment_for_another_architecture_of_the_same_shapes_warns(tiny_random, make_tiny):
+    assignment = mixed(tiny_random.model)[2]
+    other = make_tiny("llama").model
+    other.config.rms_norm_eps = 0.125
+    with pytest.warns(UserWarning, match="made for a model of another architecture"):
+        dmx.apply(other, assignment)
+    same = make_tiny("llama").model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmx.apply(same, assignment)

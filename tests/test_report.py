@@ -299,6 +299,36 @@ def test_difference_within_noise_is_not_called_a_win():
     assert "cannot be told apart at 5 element_bits: loss equal (paired" in verdict(0.0)["text"]
 
 
+def test_without_kl_the_strongest_heuristic_stands_in():
+    budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
+    wave = 0.01 * np.sin(np.arange(50))
+    rows = [
+        row("fisher", "fisher", np.full(50, 3.40), 5.0, **budget),
+        row("kl_per_bit", "kl_per_bit", np.full(50, 3.38) + wave, 5.0, **budget),
+        row("dmx", "differentiable", np.full(50, 3.36), 5.0, **budget),
+    ]
+    (found,) = verdicts(rows)
+    assert found["against"] == "kl_per_bit" and "beats kl_per_bit" in found["text"]
+    kl = row("kl", "kl", np.full(50, 3.5) + wave, 5.0, **budget)
+    assert verdicts([*rows, kl])[0]["against"] == "kl"
+    assert verdicts(rows[2:]) == []
+
+
+def test_what_was_rounded_is_compared_with_what_was_rounded():
+    budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
+    wave = 0.01 * np.sin(np.arange(50))
+    rows = [
+        row(label, search, np.full(50, level) + wave * (search[0] == "k"), 5.0, **budget)
+        for label, search, level in (
+            ("kl", "kl", 3.5), ("kl + gptq", "kl+gptq", 3.3),
+            ("dmx", "differentiable", 3.4), ("dmx + gptq", "differentiable+gptq", 3.35),
+        )
+    ]  # fmt: skip
+    plain, rounded = verdicts(rows)
+    assert plain["against"] == "kl" and plain["beats"]
+    assert rounded["against"] == "kl + gptq" and not rounded["beats"]
+
+
 def test_scatter_over_seeds_counts_against_a_claim():
     def seeds(label: str, search: str, levels: list[float]) -> list[dict[str, Any]]:
         budget = {"limit": 5.0, "unit": "element_bits"}
