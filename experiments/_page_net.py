@@ -73,8 +73,24 @@ def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return markdown(head, rows)
 
 
-def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
-    """The net over uniform MXFP4, and other assignments at their own bits: a line a method."""
+def bargain(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether bits that a net spends are worth those of a search."""
+    net = [p for p in points if "fallback_rate" in p]
+    searched = [p for p in points if "fallback_rate" not in p and "seed" in p["label"]]
+    if not net or not searched:
+        return []
+    best = min(net, key=lambda p: p["perplexity"])
+    cheapest = min(searched, key=lambda p: p["element_bits"])
+    relation = "above" if best["perplexity"] > cheapest["perplexity"] else "not above"
+    return [
+        "The net is a guard for what a model was not searched for. As a way to spend bits: the lowest perplexity of "
+        f"MXFP4 under a net, {best['perplexity']:.2f} at {best['element_bits']:.1f} effective bits, is {relation} that of "
+        f"{_method(cheapest['label'])} at {cheapest['element_bits']:.1f} bits, {cheapest['perplexity']:.2f}."
+    ]
+
+
+def safety_curve(points: Sequence[Mapping[str, Any]], clean: Mapping[str, Any]) -> Figure:
+    """Full precision, the searched model under the net on clean text, the net over uniform MXFP4, and other assignments at their own bits: a line a method."""
     with matplotlib.rc_context(_plots._STYLE):
         figure, axes = _plots._new(_plots._WIDTH, 3.6)
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -86,7 +102,12 @@ def safety_curve(points: Sequence[Mapping[str, Any]]) -> Figure:
         ):
             bits, values = zip(*sorted(found), strict=True)
             axes.plot(bits, values, color=colour, marker=marker, label=name)
-        low, high = (f(p["perplexity"] for p in points) for f in (min, max))
+        guarded = clean["report"]["effective_element_bits"], clean["with"]
+        axes.plot(*guarded, color=_COLOURS[0], marker="*", markersize=9, linestyle="none",
+                  label="dMX with net, clean text")  # fmt: skip
+        full = clean["full_precision"]
+        axes.axhline(full, color=_plots._QUIET, linestyle=(0, (1, 2)), label=f"bf16 {full:.2f}")
+        low, high = (f([full, *(p["perplexity"] for p in points)]) for f in (min, max))
         if high / low > 3:
             _plots._log_axis(axes, low, high)
         axes.set_xlabel("effective element_bits, weights and inputs")

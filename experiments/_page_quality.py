@@ -197,7 +197,7 @@ def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                 verdict = _verdict(ours, best)
                 verdicts[verdict] += verdict != "same"
                 text = verdict if verdict == "same" else percent_text(ours, best)
-                cells.append(f"**{text}**" if verdict == "lower" else text)
+                cells.append({"lower": f"**{text}**", "higher": f"*{text}*"}.get(verdict, text))
             if any(cell != "–" for cell in cells):
                 rows.append([table.setting, label, *cells])
     if not rows:
@@ -206,7 +206,7 @@ def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     return [
         *markdown(["transform", "method", *map(_limit, budgets)], rows), "",
         "Perplexity minus that of the best heuristic, %. dMX is lower by more than one standard error in "
-        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']}."
+        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']} (italic)."
         + has_same * " Same: no difference at all, as where every layer can have the dearest format.",
     ]  # fmt: skip
 
@@ -276,7 +276,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
         lines += [
             "", *markdown((*head, "minus", *tasks, "mean"), differences), "",
             "Percentage points, paired item by item, ± their standard error; runs are averaged first. "
-            "Bold: more than one standard error below. The best heuristic is that of perplexity.",
+            "Bold: dMX is better by more than one standard error; italic: worse. The best heuristic is that of perplexity.",
         ]  # fmt: skip
     return lines
 
@@ -296,17 +296,19 @@ def _points(group: Group, reference: Group, tasks: Sequence[str]) -> list[str]:
     """Differences by task, and their mean where every task has one."""
     found = [item_difference(group, reference, task) for task in tasks]
     known = [(d.mean, d.stderr) for d in found if d.mean is not None and d.stderr is not None]
-    cells = [_bold_if_below(d.mean, d.stderr) for d in found]
+    cells = [_marked(d.mean, d.stderr) for d in found]
     if len(known) < len(tasks):
         return [*cells, "–"]
     means, errors = zip(*known, strict=True)
-    return [*cells, _bold_if_below(sum(means) / len(means), math.hypot(*errors) / len(errors))]
+    return [*cells, _marked(sum(means) / len(means), math.hypot(*errors) / len(errors))]
 
 
-def _bold_if_below(mean: float | None, stderr: float | None) -> str:
+def _marked(mean: float | None, stderr: float | None) -> str:
+    """Points; bold where dMX is better by more than a standard error, italic where it is worse."""
     text = points_text(mean, stderr)
-    is_below = mean is not None and stderr is not None and mean < -SIGNIFICANT * stderr
-    return f"**{text}**" if is_below else text
+    if mean is None or stderr is None or abs(mean) <= SIGNIFICANT * stderr:
+        return text
+    return f"**{text}**" if mean > 0 else f"*{text}*"
 
 
 def fused_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
@@ -401,7 +403,7 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     full = [mean_perplexity(g) for g in _unquantized(tables, model, text)]
     return (
         difference_figure(curves, full[0] if full else None, unit),
-        f"{model}, {text}: the best dMX method and the best heuristic of each transform and rounding.",
+        f"{model}, {text}: of each transform and rounding the dMX method and the heuristic that are best on this text.",
     )
 
 
@@ -430,6 +432,7 @@ def conditions(records: Sequence[Record]) -> list[str]:
         "dMX: search=exact; + polish: rounds of verified exchanges after it.",
         f"- Budgets are in {' or '.join(units)} and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
         "it; with a learned rotation it is given the one that dMX learned.",
+        "- The best heuristic of a cell is the one with the lowest mean perplexity on that text itself.",
         f"- {_reached(records)}",
         *_MADE_BY
         * any(r["model"]["id"].startswith(BAR_MODEL) and text_name(r) == BAR_TEXT for r in records),
@@ -474,7 +477,12 @@ def quality_page(records: Sequence[Record]) -> tuple[str, Figure | None]:
     validation = {t: g for t, g in searched.items() if is_validation(t)}
     test = {t: g for t, g in searched.items() if not is_validation(t)}
     figure, caption = picture(tables)
-    lines = ["# quality", "", "Perplexity at equal bits: dMX, and heuristics on the same inputs."]
+    lines = [
+        "# quality",
+        "",
+        "Perplexity at equal bits: dMX, and heuristics on the same inputs. "
+        "Which setting to take: [README](../../README.md#results).",
+    ]
 
     def add(title: str, part: Sequence[str]) -> None:
         if part:

@@ -234,13 +234,15 @@ def difference_figure(
         right.axhline(0, color=_QUIET, linewidth=0.9)
         right.set_ylabel("dMX minus best heuristic, %")
         for axes in (left, right):
-            axes.set_xlabel(f"budget, {unit}")
+            axes.set_xlabel(
+                f"budget, {unit}" + " (points of a budget stand side by side)" * (axes is right)
+            )
             axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
         right.grid(False, axis="x")
         _legend(left, columns=2)
         right.set_title("below 0: dMX is better; bars: one standard error", fontsize=9, loc="left",
                         color=_QUIET)  # fmt: skip
-        left.text(0.98, 0.97, "solid: dMX\ndotted: best heuristic", transform=left.transAxes, ha="right",
+        left.text(0.98, 0.97, "solid: best dMX\ndotted: best heuristic", transform=left.transAxes, ha="right",
                   va="top", color=_QUIET)  # fmt: skip
     return figure
 
