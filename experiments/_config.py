@@ -340,18 +340,19 @@ def check_overrides(arguments: Sequence[str], command: str) -> None:
     Raises:
         ConfigError, FormatError
     """
-    if any(a.startswith(("--config", "-cd", "-cp", "-cn", "hydra.searchpath")) for a in arguments):
+    elsewhere = ("--config", "-cd", "-cp", "-cn", "hydra.searchpath")
+    if any(a.lstrip("+").startswith(elsewhere) for a in arguments):
         return  # other files than ours
     for argument in arguments:
         group, has_value, value = argument.partition("=")
         if command == "compare" and group.split(".")[0] == "budget":
             raise ConfigError(f"{argument}: experiments.compare takes several: budgets=[4.5,5]")
-        if not has_value or not (CONFIGS / group).is_dir():
+        if not has_value or not (CONFIGS / group).is_dir() or set("($") & set(value):
             continue
         known = tuple(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
         for name in value.strip("[]'\"").split(","):
-            name = name.strip(" '\"")
-            if name in ("", "null", *known) or "$" in name or "(" in name:
+            name = name.strip(" '\"").removeprefix("./").removesuffix(".yaml")
+            if name in ("", "null", *known):
                 continue
             if group in _OWN_NAMES:
                 raise ConfigError(

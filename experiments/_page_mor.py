@@ -122,7 +122,7 @@ def training_table(groups: Sequence[Group]) -> list[str]:
     compared = against_bf16(groups)
     rows = [
         [
-            group.label, ", ".join(str(s) for s in sorted(r["seed"] for r in group.rows)),
+            group.label, ", ".join(map(str, sorted({r["seed"] for r in group.rows}))),
             spread_text(group.statistic("nll")), *compared.get(group.label, Against("–", "–", "–", "")),
             _percent(group, "fp8_tensor_share"),
         ]

@@ -76,7 +76,7 @@ def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
 def bargain(points: Sequence[Mapping[str, Any]]) -> list[str]:
     """Whether bits that a net spends are worth those of a search."""
     net = [p for p in points if "fallback_rate" in p]
-    searched = [p for p in points if "fallback_rate" not in p and "seed" in p["label"]]
+    searched = [p for p in points if "fallback_rate" not in p and _method(p["label"]) != p["label"]]
     if not net or not searched:
         return []
     best = min(net, key=lambda p: p["perplexity"])

@@ -202,13 +202,15 @@ def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                 rows.append([table.setting, label, *cells])
     if not rows:
         return []
-    has_same = any("same" in row for row in rows)
-    return [
-        *markdown(["transform", "method", *map(_limit, budgets)], rows), "",
-        "Perplexity minus that of the best heuristic, %. dMX is lower by more than one standard error in "
-        f"{verdicts['lower']} of {verdicts.total()} cells (bold), higher in {verdicts['higher']} (italic)."
-        + has_same * " Same: no difference at all, as where every layer can have the dearest format.",
-    ]  # fmt: skip
+    note = "Perplexity minus that of the best heuristic, %."
+    if verdicts.total():
+        note += (
+            f" dMX is lower by more than one standard error in {verdicts['lower']} of {verdicts.total()} cells "
+            f"(bold), higher in {verdicts['higher']} (italic)."
+        )
+    if any("same" in row for row in rows):
+        note += " Same: no difference at all, as where every layer can have the dearest format."
+    return [*markdown(["transform", "method", *map(_limit, budgets)], rows), "", note]
 
 
 def _verdict(group: Group, reference: Group) -> str:
@@ -425,6 +427,13 @@ def conditions(records: Sequence[Record]) -> list[str]:
     units = sorted(
         {row["budget"]["unit"] for r in records for row in r["results"] if row["budget"]}
     )
+    is_ours = any(
+        r["model"]["id"].startswith(BAR_MODEL) and text_name(r) == BAR_TEXT for r in records
+    )
+    made_by = _MADE_BY if is_ours else []
+    shared = ""
+    if _shared(records):
+        shared = " Several runs shared a card, so seconds of a search are upper bounds."
     return [
         f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
         "With a learned rotation names say what differs from search=learned (400 steps). Units are layers where nothing "
@@ -434,16 +443,13 @@ def conditions(records: Sequence[Record]) -> list[str]:
         "it; with a learned rotation it is given the one that dMX learned.",
         "- The best heuristic of a cell is the one with the lowest mean perplexity on that text itself.",
         f"- {_reached(records)}",
-        *_MADE_BY
-        * any(r["model"]["id"].startswith(BAR_MODEL) and text_name(r) == BAR_TEXT for r in records),
+        *made_by,
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
-        f"{max(r['finished'] for r in records)[:10]}."
-        + _shared(records)
-        * " Several runs shared a card, so seconds of a search are upper bounds.",
-        "- ± after a perplexity: standard deviation over runs, their number in brackets: three seeds, some of them run "
-        "twice (a search on a card is not the same twice); one where nothing can differ. ± after a difference: paired "
-        "standard error over windows, with the scatter of runs.",
+        f"{max(r['finished'] for r in records)[:10]}.{shared}",
+        "- ± after a perplexity: standard deviation over seeds, each the mean of its runs (a search on a card is not the "
+        "same twice). In brackets: runs. ± after a difference: paired standard error over windows, with the scatter of "
+        "seeds; on the seeds that both have.",
     ]
 
 

@@ -164,6 +164,7 @@ def _conditions(record: Record) -> dict[str, Any]:
     return {
         "dtype": record["model"]["dtype"],
         "windows": (evaluation["windows"], evaluation["window"]),
+        "text": evaluation["sha256"],
         "calibration": [calibration.get(key) for key in ("name", "batches", "batch_shape")],
     }
 

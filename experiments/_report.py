@@ -23,7 +23,7 @@ from experiments._results import (
     Group,
     difference_to,
     group_rows,
-    opponent,
+    reference_of,
     spread_text,
     verdict_texts,
 )
@@ -95,7 +95,7 @@ def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
             "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
         )
     best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
-    if best.search == opponent(groups):
+    if best is reference_of(group, groups):
         return None
     difference = difference_to(group, groups, best.search or "")
     return (

@@ -46,15 +46,11 @@ def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str
     for group in groups:
         if base is None or group is base:
             continue
-        finite = {row.get("seed") for row in base.rows if row["nll"] is not None}
-        seeds = [row.get("seed") for row in group.rows if row.get("seed") in finite]
-        lost = [
-            row.get("seed")
-            for row in group.rows
-            if row.get("seed") in finite and row["nll"] is None
-        ]
+        finite = {row["seed"] for row in base.rows if row["nll"] is not None}
+        seeds = sorted({row["seed"] for row in group.rows} & finite)
+        lost = [row["seed"] for row in group.rows if row["seed"] in finite and row["nll"] is None]
         ours, theirs = (
-            replace(g, rows=tuple(r for r in g.rows if r.get("seed") in seeds)).statistic("nll")
+            replace(g, rows=tuple(r for r in g.rows if r["seed"] in seeds)).statistic("nll")
             for g in (group, base)
         )
         entry: dict[str, Any] = {"recipe": group.label, "seeds": seeds, "within": not lost}

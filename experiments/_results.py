@@ -69,9 +69,22 @@ class Group:
         """What must be alike for two searches to be compared, the budget apart."""
         return self.operands, self.transform, self.is_separate
 
+    @property
+    def seeds(self) -> list[tuple[Row, ...]]:
+        """Rows by seed, so that one that ran twice weighs no more than the others; a row without a
+        seed stands alone."""
+        found: dict[Any, list[Row]] = {}
+        for index, row in enumerate(self.rows):
+            seed = row.get("seed")
+            found.setdefault(("row", index) if seed is None else seed, []).append(row)
+        return [tuple(rows) for rows in found.values()]
+
     def statistic(self, metric: str) -> Statistic:
-        """Mean and spread of a row's metric; rows without it count into the reason."""
-        values = [float(row[metric]) for row in self.rows if row.get(metric) is not None]
+        """Mean and spread over seeds of a row's metric; rows without it count into the reason."""
+        by_seed = [
+            [float(r[metric]) for r in rows if r.get(metric) is not None] for rows in self.seeds
+        ]
+        values = [float(np.mean(found)) for found in by_seed if found]
         reason = "; ".join(
             dict.fromkeys(
                 str(row.get(f"{metric}_reason") or "not in the record")
@@ -85,12 +98,13 @@ class Group:
         return Statistic(float(np.mean(values)), spread, len(values), reason)
 
     def window_nll(self) -> np.ndarray | None:
-        """(windows,) float64 nats/token, mean over the rows; None when a row lacks it or lengths
+        """(windows,) float64 nats/token, mean over the seeds; None when a row lacks it or lengths
         differ."""
         lists = [row.get("window_nll") for row in self.rows]
         if any(not values for values in lists) or len({len(v) for v in lists if v}) != 1:
             return None
-        return np.asarray(lists, dtype=np.float64).mean(axis=0)
+        found = [np.mean([row["window_nll"] for row in rows], axis=0) for rows in self.seeds]
+        return np.asarray(found, dtype=np.float64).mean(axis=0)
 
 
 @dataclass(frozen=True)
@@ -242,20 +256,8 @@ def best_other(group: Group, groups: Sequence[Group], task: str) -> Group | None
 
 def _seed_variance(group: Group) -> float:
     """Variance of the group's mean nll over its seeds; 0 for one seed, which shows no scatter."""
-    spread = group.statistic("nll").spread
-    return spread**2 / len(group.rows) if spread is not None else 0.0
-
-
-def opponent(groups: Sequence[Group]) -> str:
-    """The heuristic that others are compared with: `kl`, the paper's, where it was run, else the one
-    with the lowest mean loss."""
-    found: dict[str, list[float]] = {}
-    for group in groups:
-        if group.search in HEURISTICS and (loss := group.statistic("nll").mean) is not None:
-            found.setdefault(group.search, []).append(loss)
-    if not found or HEURISTICS[0] in found:
-        return HEURISTICS[0]
-    return min(found, key=lambda name: float(np.mean(found[name])))
+    found = group.statistic("nll")
+    return found.spread**2 / found.count if found.spread is not None else 0.0
 
 
 def reference_of(group: Group, groups: Sequence[Group], search: str | None = None) -> Group | str:
@@ -264,31 +266,43 @@ def reference_of(group: Group, groups: Sequence[Group], search: str | None = Non
     Same kind, rounding, safety net and budget; a group without a budget takes the only one there is.
 
     Args:
-        search: None: `opponent`.
+        search: None: `kl`, the paper's, where it was run, else the heuristic of the lowest loss.
     """
     _, *parts = (group.search or "").split("+")
-    search = "+".join([search or opponent(groups), *(part for part in parts if part != "polish")])
-    candidates = [g for g in groups if g.search == search and g.kind == group.kind]
-    if group.budget:
-        candidates = [g for g in candidates if g.budget == group.budget]
-    if not candidates:
-        return f"no {search} result at the same budget"
-    if len(candidates) > 1:
-        return f"several {search} results, none of them at this row's budget"
-    return candidates[0]
+    suffix = "".join(f"+{part}" for part in parts if part != "polish")
+    names = HEURISTICS if search is None else (search,)
+    alike = [
+        g for g in groups
+        if g.kind == group.kind and g.search in [f"{name}{suffix}" for name in names]
+        and (group.budget is None or g.budget == group.budget) and g.statistic("nll").mean is not None
+    ]  # fmt: skip
+    if search is None and (kl := [g for g in alike if g.search == f"{names[0]}{suffix}"]):
+        alike = kl
+    if not alike:
+        return f"no {search or 'heuristic'} result at the same budget"
+    if group.budget is None and len(alike) > 1:
+        return f"several {alike[0].search} results, none of them at this row's budget"
+    return min(alike, key=lambda g: g.statistic("nll").mean or 0.0)
+
+
+def reference_name(groups: Sequence[Group]) -> str:
+    """Of the search that `reference_of` finds for these groups; `reference` where they differ."""
+    found = [reference_of(group, groups) for group in groups]
+    names = {str(g.search).split("+")[0] for g in found if isinstance(g, Group)}
+    return names.pop() if len(names) == 1 else "reference" if names else HEURISTICS[0]
 
 
 def difference_to(group: Group, groups: Sequence[Group], search: str | None = None) -> Difference:
     reference = reference_of(group, groups, search)
     if isinstance(reference, str):
-        return Difference(None, None, 0, search or opponent(groups), reference)
+        return Difference(None, None, 0, search or "heuristic", reference)
     if reference is group:
         return Difference(None, None, 0, reference.title, "the reference itself")
     return paired_difference(group, reference)
 
 
 def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
-    """One verdict per dMX group that has a result of the `opponent` at its budget.
+    """One verdict per dMX group that has a heuristic at its budget (`reference_of`).
 
     Returns:
         dicts with `text`, `difference_nats`, `stderr_nats` (paired, over windows), `beats`

@@ -97,8 +97,10 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
     except Exception as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             folder = Path(HydraConfig.get().runtime.output_dir)
-            # Where a run has claimed the folder, it writes its own errors; this may be another's.
-            if not isinstance(error, FolderTaken) and not (folder / "config.yaml").exists():
+            # A config.yaml that is not this run's is another run's, and so is the folder.
+            path = folder / "config.yaml"
+            own = not path.exists() or path.read_text() == _config_yaml(cfg, folder)
+            if own and not isinstance(error, FolderTaken):
                 write_error(folder, command, error)
             raise
         if not isinstance(error, DmxError):
@@ -109,15 +111,28 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
         sys.exit(130)
 
 
+def _with_folder(cfg: DictConfig, folder: Path) -> DictConfig:
+    merged = OmegaConf.merge(cfg, {"run": {"folder": str(folder)}})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _config_yaml(cfg: DictConfig, folder: Path) -> str:
+    """What the run of a sweep writes into its folder."""
+    return OmegaConf.to_yaml(_with_folder(cfg, folder), resolve=True)
+
+
 @contextmanager
 def no_lost_interrupts() -> Iterator[None]:
     """Raise a Ctrl-C once more that came while some object was being deleted: Python drops those."""
     usual = sys.unraisablehook
+    timers: list[threading.Timer] = []
 
     def hook(lost: "sys.UnraisableHookArgs") -> None:
         if lost.exc_type is KeyboardInterrupt:
             # Later, for what this hook itself raises is dropped too.
-            threading.Timer(0.05, _thread.interrupt_main).start()
+            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            timers[-1].start()
         else:
             usual(lost)
 
@@ -126,6 +141,8 @@ def no_lost_interrupts() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = usual
+        for timer in timers:
+            timer.cancel()  # the run has ended anyway
 
 
 def _refuse(error: DmxError) -> NoReturn:
@@ -165,7 +182,7 @@ class Run:
             # The default of run.folder names a time; a sweep that is started again must find the
             # same settings in the same place.
             self.folder = Path(HydraConfig.get().runtime.output_dir)
-            cfg = OmegaConf.merge(cfg, {"run": {"folder": str(self.folder)}})  # type: ignore[assignment]
+            cfg = _with_folder(cfg, self.folder)
         else:
             self.folder = Path(config.folder)
         self.device = config.torch_device()

@@ -24,8 +24,8 @@ from experiments._results import (
     difference_to,
     group_rows,
     item_difference,
-    opponent,
     points_text,
+    reference_name,
     spread_text,
     zero_shot_tasks,
 )
@@ -128,7 +128,7 @@ def terminal_table(record: Record) -> Table:
     columns = [column for column in COLUMNS if column.narrow]
     for column in columns:
         table.add_column(
-            (column.narrow or "").format(opponent(groups)), justify="right", overflow="fold"
+            (column.narrow or "").format(reference_name(groups)), justify="right", overflow="fold"
         )  # never a cut number
     joint, separate = by_operands(groups)
     for group in (*joint, *separate):
@@ -189,7 +189,7 @@ def _results_table(groups: Sequence[Group]) -> Html:
         (
             el(
                 "th",
-                c.head.format(opponent(groups)),
+                c.head.format(reference_name(groups)),
                 el("small", c.unit) if c.unit else None,
                 scope="col",
                 cls="num",

@@ -23,6 +23,7 @@ from experiments._results import (
     by_operands,
     difference_to,
     group_rows,
+    reference_name,
     reference_of,
     verdicts,
 )
@@ -312,6 +313,22 @@ def test_without_kl_the_strongest_heuristic_stands_in():
     kl = row("kl", "kl", np.full(50, 3.5) + wave, 5.0, **budget)
     assert verdicts([*rows, kl])[0]["against"] == "kl"
     assert verdicts(rows[2:]) == []
+    # The strongest at dMX's own budget, whatever stands at others.
+    other = {"budget": {"limit": 6.0, "unit": "element_bits"}}
+    far = [row(name, name, np.full(50, 3.3), 6.0, **other) for name in ("kl", "fisher")]
+    assert verdicts([*rows, *far])[0]["against"] == "kl_per_bit"
+    assert reference_name(group_rows(rows)) == "kl_per_bit"
+    assert reference_name(group_rows([*rows, *far])) == "reference"
+
+
+def test_a_seed_that_ran_twice_weighs_no_more_than_the_others():
+    rows = [row("dmx", "differentiable", np.full(4, level), 5.0, seed=seed)
+            for seed, level in ((0, 1.0), (1, 2.0), (2, 3.0), (2, 5.0))]  # fmt: skip
+    (group,) = group_rows(rows)
+    found = group.statistic("nll")
+    assert found.mean == pytest.approx(7 / 3) and found.count == 3
+    assert found.spread == pytest.approx(np.std([1, 2, 4], ddof=1))
+    assert group.window_nll() == pytest.approx(np.full(4, 7 / 3))
 
 
 def test_what_was_rounded_is_compared_with_what_was_rounded():
@@ -327,6 +344,8 @@ def test_what_was_rounded_is_compared_with_what_was_rounded():
     plain, rounded = verdicts(rows)
     assert plain["against"] == "kl" and plain["beats"]
     assert rounded["against"] == "kl + gptq" and not rounded["beats"]
+    (alone,) = verdicts([r for r in rows if "gptq" in r["label"]])
+    assert alone["against"] == "kl + gptq"
 
 
 def test_scatter_over_seeds_counts_against_a_claim():
