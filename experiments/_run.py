@@ -93,7 +93,7 @@ def entry_point(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Cal
 
 def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> Any:
     try:
-        return task(cfg)
+        return _stopping_at_an_interrupt(task, cfg)
     except Exception as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             folder = Path(HydraConfig.get().runtime.output_dir)
@@ -109,6 +109,19 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+def _stopping_at_an_interrupt(task: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
+    """The task, whose Ctrl-C stays one where a library's cleaning up fails because of it."""
+    try:
+        return task(cfg)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
 
 
 def _with_folder(cfg: DictConfig, folder: Path) -> DictConfig:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from dmx.models import byte_tokenizer
 from experiments import _rows, compare, evaluate, search
 from experiments._collect import check_comparable
 from experiments._config import check_overrides
-from experiments._run import FolderTaken, Run, no_lost_interrupts
+from experiments._run import FolderTaken, Run, _stopping_at_an_interrupt, no_lost_interrupts
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = [
@@ -477,6 +478,20 @@ def test_a_ctrl_c_that_python_drops_is_raised_again():
     with no_lost_interrupts(), pytest.raises(KeyboardInterrupt):
         Deleted()
         time.sleep(10)
+
+
+def test_a_ctrl_c_that_a_librarys_cleaning_up_hides_is_one(tmp_path):
+    def task(cfg):
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as file:
+            handle = file.open("a", "w")  # closing with this open raises, as it does under np.savez
+            raise KeyboardInterrupt(handle)
+
+    with pytest.raises(ValueError):
+        task(None)
+    with pytest.raises(KeyboardInterrupt):
+        _stopping_at_an_interrupt(task, None)
+    with pytest.raises(ValueError, match="mine"):
+        _stopping_at_an_interrupt(lambda cfg: (_ for _ in ()).throw(ValueError("mine")), None)
 
 
 def _composed(name, overrides):
