@@ -317,7 +317,7 @@ class Assignment:
         config, made_for = getattr(model, "config", None), self.model.get("architecture_sha256")
         if (
             made_for
-            and config is not None
+            and hasattr(config, "get_text_config")
             and made_for
             not in (architecture_sha256(config, is_tied=is_tied) for is_tied in (None, True, False))
         ):

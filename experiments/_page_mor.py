@@ -220,13 +220,8 @@ def outlier_table(settings: Settings, groups: Sequence[Group]) -> list[str]:
             fell,
         ])  # fmt: skip
     head = (
-        "recipe",
-        "seed",
-        "loss before",
-        "loss at the end",
-        "minus bf16, %",
-        "more in BF16 from then on",
-    )
+        "recipe", "seed", "loss before", "loss at the end", "minus bf16, %", "more in BF16 from then on",
+    )  # fmt: skip
     return markdown(head, rows)
 
 
@@ -241,9 +236,8 @@ def curves(groups: Sequence[Group]) -> Figure | None:
     if not known:
         return None
     base = known.get("bf16", {})
-    shown = set.intersection(
-        *(set(of) for of in known.values())
-    )  # the same for all, or seeds would differ
+    # The same seeds for all, or lines would differ in seeds too.
+    shown = set.intersection(*(set(of) for of in known.values()))
     with matplotlib.rc_context(_plots._STYLE):
         figure, (top, bottom) = _plots._new(
             _plots._WIDTH, 5.6, 2, height_ratios=(3, 2), sharex=True
@@ -305,7 +299,7 @@ def mor_page(trainings: Sequence[Record], nets: Sequence[Record]) -> tuple[str, 
         lines += ["", "## Safety net", "", *safety_lines(record)]
         if points := record.get("curve"):
             name = f"mor_safety{_suffix(number)}.png"
-            pictures[name] = safety_curve(points, record["clean"])
+            pictures[name] = safety_curve(record)
             lines += [
                 "",
                 *curve_table(points),

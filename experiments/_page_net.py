@@ -89,8 +89,11 @@ def bargain(points: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def safety_curve(points: Sequence[Mapping[str, Any]], clean: Mapping[str, Any]) -> Figure:
-    """Full precision, the searched model under the net on clean text, the net over uniform MXFP4, and other assignments at their own bits: a line a method."""
+def safety_curve(record: Record) -> Figure:
+    """Full precision, the record's model under the net on clean text, the net over uniform MXFP4, and
+    other assignments at their own bits: a line a method."""
+    points, clean = record["curve"], record["clean"]
+    guarded = _method(record["assignment"]).replace("differentiable", "dMX")
     with matplotlib.rc_context(_plots._STYLE):
         figure, axes = _plots._new(_plots._WIDTH, 3.6)
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -102,9 +105,10 @@ def safety_curve(points: Sequence[Mapping[str, Any]], clean: Mapping[str, Any]) 
         ):
             bits, values = zip(*sorted(found), strict=True)
             axes.plot(bits, values, color=colour, marker=marker, label=name)
-        guarded = clean["report"]["effective_element_bits"], clean["with"]
-        axes.plot(*guarded, color=_COLOURS[0], marker="*", markersize=9, linestyle="none",
-                  label="dMX with net, clean text")  # fmt: skip
+        axes.plot(
+            clean["report"]["effective_element_bits"], clean["with"], color=_COLOURS[0], marker="*",
+            markersize=9, linestyle="none", label=f"{guarded} with net, clean text",
+        )  # fmt: skip
         full = clean["full_precision"]
         axes.axhline(full, color=_plots._QUIET, linestyle=(0, (1, 2)), label=f"bf16 {full:.2f}")
         low, high = (f([full, *(p["perplexity"] for p in points)]) for f in (min, max))

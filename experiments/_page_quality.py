@@ -19,13 +19,13 @@ from experiments._quality_tables import (
     base_settings,
     best_heuristic,
     common,
-    is_dmx,
     is_validation,
     mean_perplexity,
     model_name,
     percent,
     percent_text,
     pooled,
+    search_file,
     text_name,
 )
 from experiments._reading import Record
@@ -59,7 +59,7 @@ _MADE_BY = [
     "- Made by `experiments.compare model=smollm2_135m_instruct_gguf data=wikitext2 search.units=layer search.steps=200 "
     'search.score_batches=8 seeds=3 "budgets=[4.25,4.5,5,5.5,6]" "rounding=[nearest,gptq]" eval=zero_shot` with '
     '`search=polished "searches=[kl_per_bit,fisher,differentiable,differentiable+polish]"`; with `search=exact` and '
-    "`search.transform=hadamard_block`; with `search=learned` (400 steps, without `search.steps`). Besides: `search.units=fused`, "
+    "`search.transform=hadamard_block`; with `search=learned` (without `search.steps`). Besides: `search.units=fused`, "
     "`search.operands=separate`. Each record in docs/results/records holds all its settings.",
 ]
 
@@ -143,7 +143,7 @@ def overview(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
         if any(best):
             cells = [cell(g, g.label if g else "") for g in best]
             rows.append([table.transform, table.rounding, "best heuristic", *cells])
-        for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
+        for label in dict.fromkeys(g.label for g in groups if g.is_dmx):
             of = {g.budget: g for g in groups if g.label == label}
             rows.append(
                 [table.transform, table.rounding, label, *(cell(of.get(b)) for b in budgets)]
@@ -186,7 +186,7 @@ def difference_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     budgets = sorted({g.budget for groups in tables.values() for g in groups if g.budget})
     rows, verdicts = [], Counter[str]()
     for table, groups in _ordered(tables):
-        for label in dict.fromkeys(g.label for g in groups if is_dmx(g)):
+        for label in dict.fromkeys(g.label for g in groups if g.is_dmx):
             cells = []
             for budget in budgets:
                 at = {g.label: g for g in groups if g.budget == budget}
@@ -226,7 +226,9 @@ def bar_table(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
     """What was asked of dMX, what it reached, and whether that is met."""
     rows = []
     for table, groups in _ordered(tables):
-        for group in sorted(filter(is_dmx, groups), key=lambda g: (g.budget or (0.0, ""), g.label)):
+        for group in sorted(
+            (g for g in groups if g.is_dmx), key=lambda g: (g.budget or (0.0, ""), g.label)
+        ):
             best = best_heuristic(group.budget, groups)
             if wanted := bars(table, group, best):
                 rows.append([
@@ -263,7 +265,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
                 [*where, *(f"{100 * a.value:.1f}" if a else "–" for a in shares), mean]
             )
             best = best_heuristic(group.budget, tables[table])
-            for other in (best and _with_tasks(best), full) if is_dmx(group) else ():
+            for other in (best and _with_tasks(best), full) if group.is_dmx else ():
                 if other is not None:
                     differences.append([*where, other.label, *_points(group, other, tasks)])
     if not accuracies:
@@ -285,7 +287,7 @@ def task_tables(tables: Mapping[Table, Sequence[Group]]) -> list[str]:
 
 def _by_budget(group: Group) -> tuple[Any, ...]:
     """Order of a table's rows: heuristics first at each budget."""
-    return group.budget or (0.0, ""), is_dmx(group)
+    return group.budget or (0.0, ""), group.is_dmx
 
 
 def _with_tasks(group: Group) -> Group | None:
@@ -389,7 +391,7 @@ def picture(tables: Mapping[Table, Sequence[Group]]) -> tuple[Figure | None, str
     for table, groups in of:
         points = []
         for budget in sorted({g.budget for g in groups if g.budget and g.budget[1] == unit}):
-            found = [g for g in groups if g.budget == budget and is_dmx(g)]
+            found = [g for g in groups if g.budget == budget and g.is_dmx]
             ours = min(found, key=mean_perplexity, default=None)
             theirs = best_heuristic(budget, groups)
             if ours is not None and theirs is not None:
@@ -436,13 +438,12 @@ def conditions(records: Sequence[Record]) -> list[str]:
         shared = " Several runs shared a card, so seconds of a search are upper bounds."
     return [
         f"- All runs have {asked}, but for what a method's name says. Heuristics have the first two. "
-        "With a learned rotation names say what differs from search=learned (400 steps). Units are layers where nothing "
-        "else is said. "
+        f"With a learned rotation names say what differs from search=learned (steps={search_file('learned')['steps']}). "
+        "Units are layers where nothing else is said. "
         "dMX: search=exact; + polish: rounds of verified exchanges after it.",
-        f"- Budgets are in {' or '.join(units)} and are never exceeded. A heuristic has the transform and rounding of the dMX beside "
-        "it; with a learned rotation it is given the one that dMX learned.",
+        f"- Budgets are in {' or '.join(units)}. {_reached(records)}",
+        "- A heuristic has the transform and rounding of the dMX beside it; with a learned rotation it is given the one that dMX learned.",
         "- The best heuristic of a cell is the one with the lowest mean perplexity on that text itself.",
-        f"- {_reached(records)}",
         *made_by,
         *(f"- {line}" for line in (*models, *data)),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
@@ -466,7 +467,7 @@ def _shared(records: Sequence[Record]) -> bool:
 
 
 def _reached(records: Sequence[Record]) -> str:
-    """How near choices come to their budgets."""
+    """How near choices come to their budgets; less than 0 would exceed them."""
     left = [
         row["budget"]["limit"] - row[row["budget"]["unit"]]
         for record in records

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +97,11 @@ def base_settings(records: Iterable[Record]) -> dict[str, Any]:
         for key, value in record["requested"]["search"].items():
             found.setdefault(key, Counter())[json.dumps(value)] += 1
     common = {key: json.loads(values.most_common(1)[0][0]) for key, values in found.items()}
-    return common | _search_file("polished") | _search_file("exact")
+    return common | search_file("polished") | search_file("exact")
 
 
 @functools.cache
-def _search_file(name: str) -> dict[str, Any]:
+def search_file(name: str) -> dict[str, Any]:
     """What a file of configs/search sets; not to be changed."""
     found: Any = OmegaConf.to_container(OmegaConf.load(SETTINGS / f"{name}.yaml"))
     return {key: value for key, value in found.items() if key != "defaults"}
@@ -113,7 +113,7 @@ def variant(
     """What differs from the base, among the settings that a search of this kind reads."""
     rotation = settings.get("transform") == "learned"
     if rotation:
-        base = {**base, **_search_file("learned")}
+        base = {**base, **search_file("learned")}
     named = []
     for key, value in settings.items():
         known = key in _SHARED or kind.startswith("differentiable")
@@ -202,19 +202,12 @@ def mean_perplexity(group: Group) -> float:
     return mean
 
 
-def is_dmx(group: Group) -> bool:
-    return (group.search or "").startswith("differentiable")
-
-
 def common(group: Group, reference: Group) -> tuple[Group, Group]:
     """Both on the seeds that both have; as they are where they have none in common."""
     seeds = {r["seed"] for r in group.rows} & {r["seed"] for r in reference.rows}
     if not seeds:
         return group, reference
-    ours, theirs = (
-        replace(g, rows=tuple(r for r in g.rows if r["seed"] in seeds)) for g in (group, reference)
-    )
-    return ours, theirs
+    return group.on_seeds(seeds), reference.on_seeds(seeds)
 
 
 def percent(group: Group, reference: Group) -> float:

@@ -5,7 +5,6 @@ own folder (train.jsonl, validation.jsonl, mor.jsonl).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,7 @@ def comparison(groups: Sequence[Group], baseline: str = "bf16") -> list[dict[str
         finite = {row["seed"] for row in base.rows if row["nll"] is not None}
         seeds = sorted({row["seed"] for row in group.rows} & finite)
         lost = [row["seed"] for row in group.rows if row["seed"] in finite and row["nll"] is None]
-        ours, theirs = (
-            replace(g, rows=tuple(r for r in g.rows if r["seed"] in seeds)).statistic("nll")
-            for g in (group, base)
-        )
+        ours, theirs = (g.on_seeds(seeds).statistic("nll") for g in (group, base))
         entry: dict[str, Any] = {"recipe": group.label, "seeds": seeds, "within": not lost}
         found.append(entry)
         if lost or ours.mean is None or theirs.mean is None:

@@ -10,7 +10,7 @@ is added when it is decided whether a difference is more than noise.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +78,14 @@ class Group:
             seed = row.get("seed")
             found.setdefault(("row", index) if seed is None else seed, []).append(row)
         return [tuple(rows) for rows in found.values()]
+
+    def on_seeds(self, seeds: Container[Any]) -> "Group":
+        """The group with its rows of these seeds alone."""
+        return replace(self, rows=tuple(row for row in self.rows if row.get("seed") in seeds))
+
+    @property
+    def is_dmx(self) -> bool:
+        return (self.search or "").split("+")[0] == "differentiable"
 
     def statistic(self, metric: str) -> Statistic:
         """Mean and spread over seeds of a row's metric; rows without it count into the reason."""
@@ -312,8 +320,7 @@ def verdicts(results: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
     for group in groups:
         reference = reference_of(group, groups)
-        is_dmx = (group.search or "").split("+")[0] == "differentiable"
-        if not is_dmx or isinstance(reference, str):
+        if not group.is_dmx or isinstance(reference, str):
             continue
         difference = paired_difference(group, reference)
         found.append(
@@ -345,8 +352,8 @@ def _verdict_text(group: Group, reference: Group, difference: Difference) -> str
     if difference.mean is None or difference.stderr is None:
         claim = f"{name} and {reference.name}{where} cannot be compared"
         return f"{claim}: {difference.reason}; {against}."
-    amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token"
-    amount += " lower" if difference.mean < 0 else " higher"
+    side = "lower" if difference.mean < 0 else "higher"
+    amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token {side}"
     if difference.mean == 0:
         amount = "equal"
     if not difference.is_clear:
@@ -355,7 +362,7 @@ def _verdict_text(group: Group, reference: Group, difference: Difference) -> str
         claim = f"{name} beats {reference.name}{where}"
     else:
         claim = f"{name} does not beat {reference.name}{where}"
-    seeds = min(len(group.rows), len(reference.rows))
+    seeds = min(len(group.seeds), len(reference.seeds))
     sample = f"{difference.windows} windows, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
     return f"{claim}: loss {amount} (paired over {sample}), {against}."
 

@@ -99,8 +99,9 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
             folder = Path(HydraConfig.get().runtime.output_dir)
             # A config.yaml that is not this run's is another run's, and so is the folder.
             path = folder / "config.yaml"
-            own = not path.exists() or path.read_text() == _config_yaml(cfg, folder)
-            if own and not isinstance(error, FolderTaken):
+            ours = OmegaConf.to_yaml(_with_folder(cfg, folder), resolve=True).encode()
+            is_own = not path.exists() or (path.is_file() and path.read_bytes() == ours)
+            if is_own and not isinstance(error, FolderTaken):
                 write_error(folder, command, error)
             raise
         if not isinstance(error, DmxError):
@@ -125,14 +126,10 @@ def _stopping_at_an_interrupt(task: Callable[[DictConfig], Any], cfg: DictConfig
 
 
 def _with_folder(cfg: DictConfig, folder: Path) -> DictConfig:
+    """The settings as the run of a sweep writes them down."""
     merged = OmegaConf.merge(cfg, {"run": {"folder": str(folder)}})
     assert isinstance(merged, DictConfig)
     return merged
-
-
-def _config_yaml(cfg: DictConfig, folder: Path) -> str:
-    """What the run of a sweep writes into its folder."""
-    return OmegaConf.to_yaml(_with_folder(cfg, folder), resolve=True)
 
 
 @contextmanager

@@ -126,9 +126,10 @@ def terminal_table(record: Record) -> Table:
     if any(group.budget for group in groups):
         table.add_column("budget", no_wrap=True)
     columns = [column for column in COLUMNS if column.narrow]
+    against = reference_name(groups)
     for column in columns:
         table.add_column(
-            (column.narrow or "").format(reference_name(groups)), justify="right", overflow="fold"
+            (column.narrow or "").format(against), justify="right", overflow="fold"
         )  # never a cut number
     joint, separate = by_operands(groups)
     for group in (*joint, *separate):
@@ -179,6 +180,7 @@ def _results_table(groups: Sequence[Group]) -> Html:
     best = _best_per_budget(groups)
     seeds = any(len(group.rows) > 1 for group in groups)
     budgets = any(group.budget for group in groups)
+    against = reference_name(groups)
     head = el(
         "tr",
         el("th", "method", scope="col"),
@@ -189,7 +191,7 @@ def _results_table(groups: Sequence[Group]) -> Html:
         (
             el(
                 "th",
-                c.head.format(reference_name(groups)),
+                c.head.format(against),
                 el("small", c.unit) if c.unit else None,
                 scope="col",
                 cls="num",

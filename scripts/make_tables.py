@@ -272,13 +272,8 @@ def told_of(where: str) -> Iterator[None]:
     try:
         yield
     except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        StopIteration,
-    ) as error:
+        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration,
+    ) as error:  # fmt: skip
         raise DmxError(
             f"{where}: a record lacks what its page shows ({type(error).__name__}: {error}). Make it "
             "again with this version, or delete it."

@@ -287,8 +287,11 @@ def test_an_assignment_for_another_architecture_of_the_same_shapes_warns(tiny_ra
     other.config.rms_norm_eps = 0.125
     with pytest.warns(UserWarning, match="made for a model of another architecture"):
         dmx.apply(other, assignment)
+    plain = make_tiny("llama").model
+    plain.config = {"hidden_size": 64}  # somebody's own: says nothing of the architecture
     same = make_tiny("llama").model
     same.config.tie_word_embeddings = not same.config.tie_word_embeddings  # as folded rotations do
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dmx.apply(same, assignment)
+        dmx.apply(plain, assignment)
