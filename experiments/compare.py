@@ -19,19 +19,19 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from dmx.assignment import Assignment
-from dmx.budget import Budget
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.budget import Budget
 from dmx.errors import AssignmentError
 from dmx.files import write_json, write_text
 from dmx.formats import MX_FORMATS
-from dmx.models import meta_model
+from dmx.models.loading import meta_model
 from dmx.searching import search_space
 from dmx.searching.ablation import unit_ablation
 from dmx.transforms.stage import Transform, transformed
-from experiments._collect import collect_runs
-from experiments._config import CompareRun, build_root
-from experiments._rows import Bench, check_windows
-from experiments._run import Run, entry_point
+from experiments.running.collect import collect_runs
+from experiments.running.config import CompareRun, build_root
+from experiments.running.rows import Bench, check_windows
+from experiments.running.run import Run, entry_point
 
 CSV_COLUMNS = (
     "label", "search", "operands", "choice_per", "budget_limit", "budget_unit", "seed", "element_bits",

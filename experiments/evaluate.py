@@ -10,12 +10,12 @@
 from omegaconf import DictConfig
 
 from dmx.formats import BF16
-from dmx.models import meta_model
+from dmx.models.loading import meta_model
 from dmx.searching import SearchConfig, search_space
-from experiments._config import EvaluateRun, build_root
-from experiments._rows import Bench, check_windows
-from experiments._run import Run, entry_point
-from experiments._sources import check_files_dtype, read_source
+from experiments.running.config import EvaluateRun, build_root
+from experiments.running.rows import Bench, check_windows
+from experiments.running.run import Run, entry_point
+from experiments.running.sources import check_files_dtype, read_source
 
 
 @entry_point("evaluate")

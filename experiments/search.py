@@ -8,14 +8,14 @@ import dataclasses
 
 from omegaconf import DictConfig
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.formats import MX_FORMATS
-from dmx.models import meta_model
+from dmx.models.loading import meta_model
 from dmx.searching import search_space
-from experiments._config import SearchRun, build_root
-from experiments._results import HEURISTICS, verdicts
-from experiments._rows import Bench, check_windows
-from experiments._run import Run, entry_point
+from experiments.reporting.results import HEURISTICS, verdicts
+from experiments.running.config import SearchRun, build_root
+from experiments.running.rows import Bench, check_windows
+from experiments.running.run import Run, entry_point
 
 
 @entry_point("search")

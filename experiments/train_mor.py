@@ -21,22 +21,22 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 import mor
-from dmx.data import DataConfig, DataPair, check_window, encode, load_text
+from dmx.data.texts import DataConfig, DataPair, check_window, encode, load_text
 from dmx.errors import DmxError, RunError
 from dmx.files import write_json
 from dmx.formats import check_choice
-from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
+from dmx.models.loading import LoadedModel, ModelConfig, load_model, max_positions, meta_model
 from dmx.progress import progress
-from experiments._config import ConfigError, RunConfig, _defaults, build_root
-from experiments._report_training import (
+from experiments.reporting.report_training import (
     comparison,
     comparison_text,
     fallback_digits,
     loss_curve,
     write_training_report,
 )
-from experiments._results import group_rows
-from experiments._run import Run, console, entry_point, tokens_sha256
+from experiments.reporting.results import group_rows
+from experiments.running.config import ConfigError, RunConfig, _defaults, build_root
+from experiments.running.run import Run, console, entry_point, tokens_sha256
 from mor.statistics import read_log
 from mor.training import TrainConfig, check_training, fresh_weights, train
 

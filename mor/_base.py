@@ -1,11 +1,13 @@
 """The seam: everything that mor takes from dmx, and the only file that imports it."""
 
-from dmx.assignment import Assignment
+from dmx.applying.layers import apply, restore
+from dmx.applying.quantizers import Quantizer
+from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError
 from dmx.files import write_atomic, write_json
 from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
-from dmx.layers import apply, restore
-from dmx.numerics.errors import relative_error
+from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.numerics.distances import relative_error
 from dmx.numerics.mx import check_input
 from dmx.numerics.rounding import (
     FP32_BIAS,
@@ -14,8 +16,6 @@ from dmx.numerics.rounding import (
     float_exponent,
     round_to_element,
 )
-from dmx.quantizers import Quantizer
-from dmx.swap import adopt, put_back, replace_layers
 
 __all__ = [
     "E4M3",

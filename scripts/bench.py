@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bench_kernels
 
 import dmx
-from dmx.budget import Budget
+from dmx.assignment.budget import Budget
 from dmx.kernels import ops
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.differentiable import DifferentiableSearch

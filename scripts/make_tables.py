@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from dmx.errors import DmxError  # noqa: E402
-from experiments._markdown import markdown  # noqa: E402
-from experiments._page_mor import mor_page  # noqa: E402
-from experiments._page_quality import overview, quality_page  # noqa: E402
-from experiments._plots import pareto  # noqa: E402
-from experiments._quality_tables import pooled  # noqa: E402
-from experiments._results import (  # noqa: E402
+from experiments.reporting.markdown import markdown  # noqa: E402
+from experiments.reporting.pages.mor import mor_page  # noqa: E402
+from experiments.reporting.pages.quality import overview, quality_page  # noqa: E402
+from experiments.reporting.plots import pareto  # noqa: E402
+from experiments.reporting.quality_tables import pooled  # noqa: E402
+from experiments.reporting.results import (  # noqa: E402
     SEPARATE_NOTE,
     Group,
     by_operands,

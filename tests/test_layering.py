@@ -11,17 +11,18 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     "dmx.errors": 0,
     "dmx.formats": 1,
-    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.targets": 1,
+    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.state": 1,
     "dmx.numerics": 2,
     "dmx.kernels": 3,
-    "dmx.quantizers": 4, "dmx.stored": 4,
-    "dmx.data": 5, "dmx.searchable": 5, "dmx.tiny_models": 6, "dmx.models": 7,
-    "dmx.swap": 8, "dmx.budget": 8, "dmx.assignment": 9, "dmx.transforms": 10, "dmx.layers": 11,
-    "dmx.searching": 12,
-    "dmx.evaluate": 13, "dmx.rounding": 13,
-    "dmx.exporting": 14,
+    "dmx.data": 4,
+    "dmx.models": 5,
+    "dmx.assignment": 6,
+    "dmx.transforms": 7,
+    "dmx.applying": 8,
+    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 10,
+    "dmx.weights": 11,
 }  # fmt: skip
-ALONE = {"dmx.models", "dmx.data", "dmx.searchable", "dmx.tiny_models", "dmx.hub"}
+ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from dmx.errors import DataError
 from dmx.evaluate.perplexity import cut_windows, split_windows
-from dmx.numerics.errors import token_kl_divergence
+from dmx.numerics.distances import token_kl_divergence
 from dmx.searching.objective import model_logits
 
 

@@ -33,17 +33,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.data import data_folder
+from dmx.applying.layers import quantized_layers
+from dmx.applying.quantizers import BlockQuantizer
+from dmx.applying.stored import StoredWeight
+from dmx.data.texts import data_folder
 from dmx.errors import DataError, DmxError, ModelError, RunError
 from dmx.files import sha256, write_json
 from dmx.hub import datasets_offline, hub_error_kind, hub_is_reachable
-from dmx.layers import quantized_layers
-from dmx.models import max_positions
+from dmx.models.loading import max_positions
 from dmx.progress import progress
-from dmx.quantizers import BlockQuantizer
 from dmx.searching.batches import check_fits_model
 from dmx.searching.run import model_fingerprint
-from dmx.stored import StoredWeight
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande")
 METRICS = {
@@ -67,9 +67,9 @@ CHUNK_ELEMENTS = 1 << 26
 _CODE = (
     "evaluate/harness.py",
     "formats.py",
-    "layers.py",
-    "quantizers.py",
-    "stored.py",
+    "applying/layers.py",
+    "applying/quantizers.py",
+    "applying/stored.py",
     "numerics/*.py",
     "kernels/*.*",
     "transforms/*.py",

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.exporting.recipes import RECIPES
 from dmx.formats import BLOCK_FORMATS
 

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmx.assignment import Assignment
+from dmx.applying.layers import is_applied, stored_weights
+from dmx.applying.stored import StoredWeight
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
 from dmx.errors import AssignmentError, FormatError, ModelError, RunError
 from dmx.exporting import compressed_tensors, quark, torchao
 from dmx.exporting.card import model_card, recipe_card
@@ -24,10 +27,7 @@ from dmx.exporting.verify import Verification, check_files, check_loading, check
 from dmx.exporting.writing import Part, check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.formats import check_choice
-from dmx.layers import is_applied, stored_weights
-from dmx.models import ModelConfig, load_model, meta_model
-from dmx.stored import StoredWeight
-from dmx.targets import TARGETS, Loader, obstacles, split_groups
+from dmx.models.loading import ModelConfig, load_model, meta_model
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform, transformed
 
 LAYOUTS: dict[str, Layout] = {
@@ -225,7 +225,7 @@ def check_target(
 
 
 def target_key(target: str, profile: str | None) -> str:
-    """Name of a target in `dmx.targets.TARGETS`."""
+    """Name of a target in `dmx.assignment.targets.TARGETS`."""
     return target if profile is None else f"{target}, profile {profile}"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.formats import BlockFormat, ScaleRule
 
 

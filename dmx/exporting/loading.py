@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dmx.assignment import Assignment
+from dmx.applying.layers import apply
+from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
 from dmx.exporting.exporter import FACTS_FILE, LAYOUTS
 from dmx.exporting.layouts import Layout, quantized
 from dmx.exporting.reading import read_assignment
-from dmx.layers import apply
 
 METHODS = {"compressed-tensors": "compressed_tensors", "quark": "quark", "torchao": "torchao"}
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.compressed_tensors import LAYOUT as COMPRESSED_TENSORS

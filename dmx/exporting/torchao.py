@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
 from dmx.exporting.layouts import Layout, TensorSpec, left_in_bf16, quantized
 from dmx.exporting.packing import (

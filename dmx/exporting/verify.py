@@ -25,12 +25,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dmx.assignment import Assignment
+from dmx.applying.layers import apply, restore
+from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
 from dmx.exporting.layouts import Layout, TensorSpec, layer_bytes, quantized
 from dmx.exporting.writing import read_headers
-from dmx.layers import apply, restore
 
 MODULES = {"compressed-tensors": "compressed_tensors", "amd-quark": "quark", "torchao": "torchao"}
 KEPT_ROWS = 2

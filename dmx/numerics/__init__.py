@@ -7,7 +7,7 @@ from dmx.numerics.continuous import (
     continuous_fake_quant_backward,
     path_parameters,
 )
-from dmx.numerics.errors import (
+from dmx.numerics.distances import (
     add_fisher,
     cross_entropy_rows,
     kl_divergence,

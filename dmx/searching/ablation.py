@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.budget import SearchSpace
+from dmx.assignment.budget import SearchSpace
 from dmx.formats import BlockFormat
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig

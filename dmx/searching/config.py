@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from dmx.budget import Operands, Units, Weighting
+from dmx.assignment.budget import Operands, Units, Weighting
+from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
     FAMILIES,
@@ -15,7 +16,6 @@ from dmx.formats import (
     get_block_format,
     get_family,
 )
-from dmx.targets import SEARCH_TARGETS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
 SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
@@ -51,7 +51,7 @@ class SearchConfig:
     allow_unsearched: bool = False
     """Accept models that keep more than 1 % of their blocks' parameters outside nn.Linear."""
     target: str = "any"
-    """Only candidates that this runtime loads; see dmx.targets."""
+    """Only candidates that this runtime loads; see dmx.assignment.targets."""
     scale_rule: ScaleRule = "floor"
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dmx.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget, SearchSpace, project
 from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text
 from dmx.progress import Stopwatch, progress

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.budget import Budget, SearchSpace, linear_layers, project
+from dmx.assignment.budget import Budget, SearchSpace, linear_layers, project
 from dmx.errors import BudgetError
 from dmx.formats import BlockFormat, Family
 from dmx.kernels import ops

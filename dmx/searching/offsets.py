@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.budget import SearchSpace
+from dmx.assignment.budget import SearchSpace
 from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
+from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics import path_parameters
-from dmx.swap import adopt, put_back, replace_layers
 from dmx.transforms.block import BlockRotation, by_rotation, rotate
 from dmx.transforms.learning import LearnedRotations
 

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget, SearchSpace, project
 from dmx.errors import BudgetError, RunError
 from dmx.files import write_json, write_text
 from dmx.formats import BlockFormat

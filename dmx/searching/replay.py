@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dmx.budget import SearchSpace
+from dmx.assignment.budget import SearchSpace
 from dmx.formats import BlockFormat
 from dmx.searching.graph import is_purely_causal, maskless_attention
 from dmx.searching.objective import Divergence, model_logits

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.assignment import Assignment, make_assignment
-from dmx.budget import Budget, SearchSpace, build_space
+from dmx.applying.layers import is_applied
+from dmx.assignment.assignment import Assignment, make_assignment
+from dmx.assignment.budget import Budget, SearchSpace, build_space
+from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
-from dmx.layers import is_applied
-from dmx.models import architecture_sha256, check_searchable
+from dmx.models.loading import architecture_sha256, check_searchable
 from dmx.progress import Stopwatch
 from dmx.searching.batches import batches_sha256, list_batches
 from dmx.searching.config import SearchConfig
@@ -26,7 +27,6 @@ from dmx.searching.heuristics import Scan, heuristic_choice, soft_start
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.searching.transforming import asked_transform, transformed_layers
-from dmx.targets import SEARCH_TARGETS, split_groups
 from dmx.transforms.stage import Transform, transformed
 
 

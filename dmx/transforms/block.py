@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
-from dmx.swap import adopt
+from dmx.models.swap import adopt
 from dmx.transforms.hadamard import hadamard_matrix
 
 

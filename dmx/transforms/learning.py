@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmx.budget import fused_group
+from dmx.assignment.budget import fused_group
 from dmx.formats import BLOCK_SIZE
 from dmx.transforms.block import hadamard_block
 from dmx.transforms.stage import Transform

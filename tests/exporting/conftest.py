@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from dmx.assignment import make_assignment
-from dmx.budget import build_space
+from dmx.assignment.assignment import make_assignment
+from dmx.assignment.budget import build_space
 from dmx.exporting import _fresh_load, verify
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.quark import DTYPES

@@ -6,10 +6,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import dmx
-from dmx.assignment import Assignment
+from dmx.assignment.assignment import Assignment
 from dmx.formats import MX_FORMATS
 from experiments import evaluate, export
-from experiments._config import CONFIGS, build_root, register
+from experiments.running.config import CONFIGS, build_root, register
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
 
 L0 = "model.layers.0"

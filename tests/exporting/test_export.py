@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import dmx
-from dmx.assignment import Assignment
+from dmx.applying.layers import quantized_layers
+from dmx.applying.quantizers import BlockQuantizer
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.targets import TARGETS
 from dmx.exporting import exporter
 from dmx.exporting._fresh_load import rows_of
 from dmx.exporting.layouts import layer_bytes, quantized
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
-from dmx.layers import quantized_layers
-from dmx.quantizers import BlockQuantizer
-from dmx.targets import TARGETS
 from tests.exporting.conftest import HELD, VLLM, mixed, needs, unequal
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases

@@ -13,14 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dmx
-from dmx.assignment import make_assignment
-from dmx.budget import Budget, project
+from dmx.assignment.assignment import make_assignment
+from dmx.assignment.budget import Budget, project
+from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import exporter, writing
 from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
-from dmx.models import ModelConfig, TinyConfig, meta_model
+from dmx.models.loading import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
-from dmx.targets import SEARCH_TARGETS, TARGETS, obstacles
 from tests.exporting.conftest import VLLM, mixed, unequal
 
 Usage = namedtuple("Usage", "total used free")

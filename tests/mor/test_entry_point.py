@@ -13,9 +13,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from dmx.errors import DmxError, RunError
-from experiments._config import build_root
-from experiments._report_training import comparison, comparison_text, fallback_map
-from experiments._results import group_rows
+from experiments.reporting.report_training import comparison, comparison_text, fallback_map
+from experiments.reporting.results import group_rows
+from experiments.running.config import build_root
 from experiments.train_mor import TrainMorRun, _check, _save_model
 from mor.statistics import OPERANDS
 

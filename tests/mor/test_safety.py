@@ -8,8 +8,8 @@ from torch import Tensor
 
 import dmx
 import mor
+from dmx.applying.quantizers import BlockQuantizer
 from dmx.formats import get_block_format
-from dmx.quantizers import BlockQuantizer
 from dmx.searching import SearchConfig, uniform_assignment
 from mor import MorError, SafetyNet
 from mor.outliers import rescale_channels

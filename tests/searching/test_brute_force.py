@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dmx
-from dmx.assignment import make_assignment
-from dmx.budget import Budget, SearchSpace, is_maximal
+from dmx.assignment.assignment import make_assignment
+from dmx.assignment.budget import Budget, SearchSpace, is_maximal
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, search_space
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmx.budget import Budget
+from dmx.assignment.budget import Budget
 from dmx.searching import SearchConfig, replay, search_space
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan

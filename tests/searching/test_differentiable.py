@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import dmx
-from dmx.assignment import make_assignment
-from dmx.budget import Budget, build_space, is_maximal
-from dmx.data import DataConfig, encode, load_text, token_batches
+from dmx.assignment.assignment import make_assignment
+from dmx.assignment.budget import Budget, build_space, is_maximal
+from dmx.data.texts import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, search_space, uniform_assignment

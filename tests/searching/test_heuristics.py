@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dmx
-from dmx.budget import Budget
+from dmx.assignment.budget import Budget
 from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.heuristics import Scan

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dmx.budget import build_space
+from dmx.applying.quantizers import fake_quant
+from dmx.assignment.budget import build_space
 from dmx.formats import FAMILIES, get_family
-from dmx.quantizers import fake_quant
 from dmx.searching import SearchConfig, schedule
 from dmx.searching.offsets import anneal, harden, preference, searching_model
 

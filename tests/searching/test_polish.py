@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dmx
-from dmx.budget import Budget, is_maximal, project
-from dmx.data import DataConfig, encode, load_text, token_batches
+from dmx.assignment.budget import Budget, is_maximal, project
+from dmx.data.texts import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, replay, search_space

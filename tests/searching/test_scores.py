@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dmx
-from dmx.budget import Budget, build_space
+from dmx.assignment.budget import Budget, build_space
 from dmx.errors import RunError
 from dmx.formats import get_family
 from dmx.searching import SearchConfig

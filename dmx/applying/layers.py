@@ -1,0 +1,202 @@
+"""Quantized linear layers, and putting them into a model and taking them out again.
+
+`QuantLinear` holds the very Parameters of the layer it replaces, under the same names, so that
+state dicts, optimizers and tied weights do not notice. Weights are quantized in the forward pass.
+"""
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.applying.quantizers import BlockQuantizer, Quantizer
+from dmx.applying.stored import StoredWeight, from_bytes
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.budget import linear_layers
+from dmx.errors import ModelError
+from dmx.models.loading import check_searchable
+from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.numerics.mx import INPUT_DTYPES
+from dmx.transforms.block import BlockRotation
+from dmx.transforms.stage import Transform
+
+
+class Safety(Protocol):
+    """A run-time guard around the quantizers of a model, for example `mor.SafetyNet`."""
+
+    def guard(self, quantizer: Quantizer, layer_name: str, operand: str) -> Quantizer: ...
+
+
+class QuantLinear(nn.Linear):
+    """`F.linear(input_quantizer(x), weight_quantizer(weight), bias)`; x is rotated before where the
+    weight is."""
+
+    input_transform: BlockRotation | None
+    weight_quantizer: Quantizer | None
+    input_quantizer: Quantizer | None
+    cache_weights: bool
+    _cached: tuple[int, int, Tensor] | None
+
+    @classmethod
+    def wrap(
+        cls,
+        linear: nn.Linear,
+        weight_quantizer: Quantizer | None,
+        input_quantizer: Quantizer | None,
+        *,
+        cache_weights: bool = False,
+    ) -> "QuantLinear":
+        """A quantized layer around the Parameters of `linear`; None leaves an operand as it is."""
+        layer = adopt(cls, linear)
+        layer.weight_quantizer = weight_quantizer
+        layer.input_quantizer = input_quantizer
+        layer.cache_weights = cache_weights
+        layer._cached = None
+        return layer
+
+    def quantized_weight(self) -> Tensor:
+        """The weight that the product sees; (out_features, in_features), dtype of the weight."""
+        if self.weight_quantizer is None:
+            return self.weight
+        if not self.cache_weights or (torch.is_grad_enabled() and self.weight.requires_grad):
+            return self.weight_quantizer(self.weight)
+        key = (self.weight.data_ptr(), self.weight._version)
+        if self._cached is None or self._cached[:2] != key:
+            # A tensor made in inference mode could not serve a later pass with gradients.
+            with torch.inference_mode(False), torch.no_grad():
+                self._cached = (*key, self.weight_quantizer(self.weight.detach()))
+        return self._cached[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.input_transform is not None:
+            x = self.input_transform(x)
+        if self.input_quantizer is not None:
+            x = self.input_quantizer(x)
+        return F.linear(x, self.quantized_weight(), self.bias)
+
+    def extra_repr(self) -> str:
+        names = [
+            f"{operand}={quantizer.block_format if quantizer is not None else 'full'}"
+            for operand, quantizer in (
+                ("weight", self.weight_quantizer),
+                ("input", self.input_quantizer),
+            )
+        ]
+        return ", ".join([super().extra_repr(), *names])
+
+
+_ORIGINALS = "_dmx_originals"
+_UNDO_TRANSFORM = "_dmx_undo_transform"
+
+
+def is_applied(model: nn.Module) -> bool:
+    return _ORIGINALS in model.__dict__
+
+
+def apply(
+    model: nn.Module,
+    assignment: Assignment,
+    *,
+    weights: bool = True,
+    inputs: bool = True,
+    safety: Safety | None = None,
+    cache_weights: bool = False,
+) -> nn.Module:
+    """Quantize the layers of a model as an assignment says, in place.
+
+    Args:
+        weights, inputs: which operands are quantized; at least one.
+        safety: guards every quantizer at run time.
+        cache_weights: keep quantized weights between forward passes: faster, one more copy.
+
+    Returns:
+        The model.
+
+    Raises:
+        ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
+        AssignmentError: the assignment is for another model, or its rounding for other weights.
+    """
+    if is_applied(model):
+        raise ModelError(
+            "an assignment is already applied to this model; call dmx.restore(model) first"
+        )
+    if not (weights or inputs):
+        raise ModelError("weights=False and inputs=False would quantize nothing; set one of them")
+    check_searchable(model, allow_unsearched=True)
+    assignment.check(model)
+    transform = Transform.of(assignment)
+    stored = stored_weights(assignment) if weights else {}
+
+    def quantizer(name: str, operand: str) -> Quantizer | None:
+        of = assignment.block_format if operand == "weight" else assignment.input_format
+        block_format = of(name)
+        if block_format.element is None:
+            return None
+        plain: Quantizer = BlockQuantizer(block_format, assignment.scale_rule)
+        if operand == "weight":
+            plain = stored.get(name, plain)
+        return plain if safety is None else safety.guard(plain, name, operand)
+
+    def make(name: str, linear: nn.Linear) -> QuantLinear | None:
+        if name not in assignment.formats:
+            return None
+        if linear.weight.dtype not in INPUT_DTYPES:
+            raise ModelError(
+                f"{name} is {str(linear.weight.dtype).removeprefix('torch.')}; formats are defined "
+                "on float32, bfloat16 and float16. Convert the model first: model.float()"
+            )
+        if name in stored:
+            stored[name].check(linear.weight, name)
+        return QuantLinear.wrap(
+            linear,
+            quantizer(name, "weight") if weights else None,
+            quantizer(name, "input") if inputs else None,
+            cache_weights=cache_weights,
+        )
+
+    undo = transform.install(model, assignment.quantized)
+    try:
+        originals = replace_layers(model, make)
+    except BaseException:
+        undo()
+        raise
+    object.__setattr__(model, _ORIGINALS, originals)
+    object.__setattr__(model, _UNDO_TRANSFORM, undo)
+    if hasattr(model, "save_pretrained"):
+        # A checkpoint of an applied model would hold the unquantized weights under a name that
+        # promises otherwise.
+        object.__setattr__(model, "save_pretrained", _refuse_to_save)
+    return model
+
+
+def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
+    """layer -> the weight that the assignment's rounding gave it; {} with nearest rounding.
+
+    Raises:
+        AssignmentError: its file is missing, damaged, or does not fit the assignment.
+    """
+    if assignment.rounding is None:
+        return {}
+    return from_bytes(assignment.content("rounding"), assignment.formats, assignment.shapes)
+
+
+def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
+    raise ModelError(
+        "this model has an assignment applied: its state dict still holds the full-precision "
+        "weights. Call dmx.restore(model) first to save those, or dmx.export to save quantized ones."
+    )
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Put the original layers back; ModelError if no assignment is applied."""
+    if not is_applied(model):
+        raise ModelError("no assignment is applied to this model; nothing to restore")
+    put_back(model, model.__dict__.pop(_ORIGINALS))
+    model.__dict__.pop(_UNDO_TRANSFORM)()
+    model.__dict__.pop("save_pretrained", None)
+    return model
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    return {n: m for n, m in linear_layers(model).items() if isinstance(m, QuantLinear)}

@@ -1,0 +1,75 @@
+"""Sections of a report on what was asked, what ran, and where."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.reporting.html import Html, el, scroll_table
+from experiments.reporting.reading import Record
+from experiments.reporting.tables import bytes_text, seconds_text
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings to dotted keys; lists stay whole."""
+    if isinstance(value, Mapping) and value:
+        pairs: dict[str, Any] = {}
+        for key, child in value.items():
+            pairs |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
+        return pairs
+    return {prefix: value}
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+_OPEN = (None, "auto")
+"""Values that leave a setting to the run: whatever it took is as asked."""
+
+
+def asked_and_ran(record: Record) -> Html | None:
+    """Every setting, and beside it what the run saw of it; those that it did not check have a –."""
+    requested, actual = flatten(record.get("requested") or {}), flatten(record.get("actual") or {})
+    requested.pop("", None), actual.pop("", None)
+    keys = dict.fromkeys((*requested, *actual))
+    if not keys:
+        return None
+    checked = [k for k in requested if k in actual]
+    differing = [k for k in checked if requested[k] not in _OPEN and requested[k] != actual[k]]
+    rows = []
+    for key in sorted(keys, key=lambda k: (k not in differing, k not in actual)):
+        texts = [_value_text(side[key]) if key in side else "–" for side in (requested, actual)]
+        cls = "differs" if key in differing else None
+        rows.append(
+            el("tr", el("th", key, scope="row"), (el("td", text) for text in texts), cls=cls)
+        )
+    head = el("tr", (el("th", text, scope="col") for text in ("setting", "asked", "ran")))
+    says = (
+        f"{len(differing)} of {len(checked)} checked settings differ, first and in red."
+        if differing
+        else f"All {len(checked)} checked settings ran as asked."
+    )
+    table = scroll_table(head, rows, cls="pairs")
+    body = table if differing else el("details", el("summary", "Show them"), table)
+    return el("div", el("p", says, cls="bad" if differing else "good"), body)
+
+
+def environment(record: Record) -> Html:
+    pairs: dict[str, Any] = {key: record.get(key) for key in ("command", "started", "finished")}
+    if record.get("wall_seconds") is not None:
+        pairs["wall time"] = seconds_text(record["wall_seconds"])
+    peak = record.get("peak_memory_bytes")
+    pairs["peak memory"] = (
+        bytes_text(peak) if peak is not None else record.get("peak_memory_bytes_reason")
+    )
+    seeds = sorted({row["seed"] for row in record["results"] if row.get("seed") is not None})
+    pairs["seed"] = seeds if len(seeds) > 1 else record.get("seed")
+    for key in ("device", "model", "data", "versions"):
+        pairs |= flatten(record.get(key) or {}, key)
+    rows = (
+        el("tr", el("th", key, scope="row"), el("td", "–" if value is None else _value_text(value)))
+        for key, value in pairs.items()
+    )
+    return el("div", el("table", el("tbody", rows), cls="pairs"), cls="scroll")

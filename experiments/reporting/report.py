@@ -1,0 +1,221 @@
+"""One self-contained `report.html` per run folder.
+
+Everything comes from the files of the folder (record.json, history.jsonl, offsets.npz,
+assignments); nothing is measured here. A result list may hold many searches, budgets and seeds:
+rows that differ in seed alone become one line with mean and spread (`_results.group_rows`). Text
+reaches the page through `el`, which escapes it.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dmx.files import write_text
+from dmx.formats import get_family
+from dmx.searching.offsets import raw_thresholds
+from experiments.reporting import plots as _plots
+from experiments.reporting.html import Html, el, page, picture, section
+from experiments.reporting.maps import agreement_section, map_section, operand_formats
+from experiments.reporting.provenance import asked_and_ran, environment
+from experiments.reporting.reading import (
+    Record,
+    SearchTrace,
+    read_assignments,
+    read_record,
+    read_traces,
+)
+from experiments.reporting.report_export import export_section
+from experiments.reporting.results import (
+    Group,
+    difference_to,
+    group_rows,
+    reference_of,
+    spread_text,
+    verdict_texts,
+)
+from experiments.reporting.tables import (
+    budget_suffix,
+    difference_text,
+    results_table,
+    row_name,
+    targets_table,
+    zero_shot_table,
+)
+
+
+def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
+    """Final format of a unit: a layer name, layer names joined by `+` or `,`, or `parent.{a,b}`; with
+    `:weight` or `:input` behind it where operands are separate.
+
+    None when no layer of that name is in the assignment.
+    """
+    unit, _, operand = unit.partition(":")
+    formats = operand_formats(assignment)["input" if operand == "input" else "weight"]
+    parent, brace, inner = unit.partition("{")
+    names = (
+        [parent + leaf for leaf in inner.rstrip("}").split(",")]
+        if brace
+        else unit.replace("+", ",").split(",")
+    )
+    found = {formats[name.strip()] for name in names if name.strip() in formats}
+    return found.pop() if len(found) == 1 else None
+
+
+def _headline(record: Record, groups: Sequence[Group]) -> Html:
+    """The verdict, then what limits it: stronger opponents, the note on the model."""
+    texts = verdict_texts(record)
+    if not texts:
+        quantized = [
+            g for g in groups if g.label != "bf16" and g.statistic("perplexity").mean is not None
+        ]
+        texts = [
+            f"{row_name(g)}: perplexity {spread_text(g.statistic('perplexity'))}"
+            for g in quantized[:1]
+        ]
+        texts.append(
+            "No dMX result stands beside a heuristic's at the same budget, so there is no verdict."
+        )
+    notes = [_strongest_note(group, groups) for group in groups if group.search == "differentiable"]
+    model = record.get("model") or {}
+    if model.get("note"):
+        notes.append(f"{model.get('id')}: {model['note']}")
+    head, *more = texts
+    return Html(
+        el("h1", head)
+        + el("ul", (el("li", text) for text in more), cls="more") * bool(more)
+        + "".join(el("p", note, cls="note") for note in dict.fromkeys(notes) if note)
+    )
+
+
+def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
+    """dMX against the best of the searches other than `kl` at its budget; None where the verdict is
+    of that one already."""
+    others = [
+        g for g in groups
+        if (g.budget, g.kind) == (group.budget, group.kind)
+        and g.search not in ("differentiable", "kl", "uniform", None) and g.statistic("nll").mean is
+        not None
+    ]  # fmt: skip
+    if not others:
+        return (
+            "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
+        )
+    best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
+    if best is reference_of(group, groups):
+        return None
+    difference = difference_to(group, groups, best.search or "")
+    return (
+        f"Against {best.name}{budget_suffix(group)}, the strongest other search: "
+        f"{difference_text(difference)} nats/token."
+    )
+
+
+def _pareto_section(groups: Sequence[Group]) -> Html | None:
+    figure = _plots.pareto(groups)
+    if figure is None:
+        return None
+    pictures = [
+        picture(
+            figure, "Perplexity over bits; lower left is better. Grey: one format for all layers."
+        )
+    ]
+    if (near := _plots.pareto(groups, zoom=True)) is not None:
+        seeds = any(len(group.rows) > 1 for group in groups)
+        bars = " Marks are means, bars the standard deviation over seeds." if seeds else ""
+        pictures.append(picture(near, f"The searches alone, from near.{bars}"))
+    return el("div", pictures, cls="figures")
+
+
+def _thresholds(assignment: Mapping[str, Any] | None) -> tuple[float, ...]:
+    """Raw offsets where the hard choice changes; none where no family is recorded."""
+    family = ((assignment or {}).get("search") or {}).get("family")
+    return raw_thresholds(get_family(family)) if family else ()
+
+
+def _trace_pictures(trace: SearchTrace) -> list[Html]:
+    pictures = []
+    if trace.history is not None:
+        pictures.append(
+            picture(
+                _plots.bits_over_steps(trace.history, trace.budget),
+                "Average bits: soft (annealed), hard (thresholded), projected (within budget).",
+            )
+        )
+        if (figure := _plots.loss_gap(trace.history)) is not None:
+            pictures.append(
+                picture(figure, "Loss on the held batch; below, hard and projected minus soft.")
+            )
+    if trace.raw is not None:
+        colours = [unit_format(unit, trace.assignment or {}) for unit in trace.units]
+        caption = (
+            f"Raw offset of each of the {len(trace.units)} units, coloured by its final format."
+        )
+        figure = _plots.offsets_over_steps(trace.raw, colours, _thresholds(trace.assignment))
+        pictures.append(
+            picture(figure, caption, kind="png")
+        )  # hundreds of lines: a PNG is far smaller
+    return pictures
+
+
+def _search_section(traces: Sequence[SearchTrace]) -> list[Html]:
+    if len(traces) == 1:
+        return [el("div", _trace_pictures(traces[0]), cls="figures")]
+    return [
+        el(
+            "details",
+            el("summary", t.title),
+            el("div", _trace_pictures(t), cls="figures"),
+            open="" if not i else None,
+        )
+        for i, t in enumerate(traces)
+    ]
+
+
+def render(folder: Path) -> str:
+    """The whole page as text; see `write_report`."""
+    record = read_record(folder)
+    groups = group_rows(record["results"])
+    assignments = read_assignments(folder, record["results"])
+    traces = read_traces(folder, groups, assignments)
+    model = (record.get("model") or {}).get("id") or "unknown model"
+    when = record.get("finished") or record.get("started") or ""
+    sections = [
+        section("Exported files", export_section(record)),
+        section("Results", results_table(groups)),
+        section("Zero-shot", zero_shot_table(groups)),
+        section("Perplexity and bits", _pareto_section(groups)),
+        section("The search, step by step", _search_section(traces) if traces else None),
+        section(
+            "Formats by block and projection",
+            map_section(groups, assignments) if assignments else None,
+        ),
+        section("Where searches agree", agreement_section(groups, assignments)),
+        section(
+            "Who can load the result", targets_table(groups, assignments) if assignments else None
+        ),
+        section("What was asked and what ran", asked_and_ran(record)),
+        section("Environment", environment(record)),
+    ]
+    return page(
+        f"dMX report: {model}",
+        " · ".join(filter(None, (model, record.get("command"), when))),
+        record.get("warnings") or [],
+        _headline(record, groups),
+        sections,
+        style="".join(f".f-{n}{{background:{c}}}" for n, c in _plots.FORMAT_COLOURS.items()),
+    )
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into a run folder from the files that the run left there.
+
+    Returns:
+        The path of the page. It is written beside its place and renamed, so a reader never sees
+        half of it.
+
+    Raises:
+        RunError: record.json is missing or of another schema, an assignment that it names cannot
+            be read, or history.jsonl holds a damaged line.
+    """
+    folder = Path(folder)
+    return write_text(folder / "report.html", render(folder))

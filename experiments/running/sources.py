@@ -1,0 +1,111 @@
+"""What `assignments` and `assignment` on a command line can name.
+
+path/to/assignment.json         of a search; also a folder that holds one
+exported folder                 of `experiments.export`, or of another tool: weights and formats
+another tool's config           formats by name, for the weights of `model`: compressed-tensors,
+                                Quark, ModelOpt (quantized_layers), auto-round (layer_config)
+mxfp4, mxfp6_e2m3, ..., bf16    one format everywhere
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dmx.assignment.assignment import Assignment
+from dmx.errors import AssignmentError, FormatError
+from dmx.exporting import is_exported, read_assignment
+from dmx.formats import BlockFormat, get_block_format
+from dmx.models.loading import ModelConfig
+from dmx.searching import SearchConfig, uniform_assignment
+from experiments.running.config import ConfigError
+from experiments.running.rows import row_label
+
+_CONFIGS = ("assignment.json", "hf_quant_config.json", "config.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A name, read as far as it goes without a model."""
+
+    name: str
+    uniform: BlockFormat | None = None
+    given: Assignment | Mapping[str, Any] | None = None
+    """An assignment, or the body of another tool's config."""
+    files: Path | None = None
+    """An exported folder, whose weights are to be used."""
+
+    def on(self, model: nn.Module) -> Assignment:
+        """The assignment for a model, which may be on meta.
+
+        Raises:
+            AssignmentError, FormatError: it is for another model, or has formats that are not MX.
+        """
+        if self.uniform is not None:
+            return uniform_assignment(model, self.uniform, SearchConfig(name="uniform"))
+        if isinstance(self.given, Assignment):
+            self.given.check(model)
+            return self.given
+        assert self.given is not None
+        try:
+            return read_assignment(self.given, model)
+        except (AssignmentError, FormatError) as error:
+            raise type(error)(f"{self.name}: {error}") from error
+
+    def label(self, assignment: Assignment) -> str:
+        """What tables call its rows."""
+        if self.files is not None:
+            return f"files {self.files.resolve().name}"
+        found = assignment.search
+        return (
+            f"{found['tool']} config" if "tool" in found else row_label(found, Path(self.name).stem)
+        )
+
+
+def read_source(name: str, setting: str) -> Source:
+    """What `name` stands for; files are read, weights are not.
+
+    Args:
+        setting: where the name was given, for messages.
+
+    Raises:
+        AssignmentError: a file is missing or damaged. FormatError: not the name of a format.
+    """
+    path = Path(name)
+    if not (name.endswith(".json") or "/" in name or path.exists()):
+        return Source(name, uniform=get_block_format(name, setting=setting))
+    files = None
+    if path.is_dir():
+        files = path if is_exported(path) else None
+        found = [path / config for config in _CONFIGS if (path / config).is_file()]
+        if not found:
+            raise AssignmentError(
+                f"{setting}={name}: the folder holds none of {', '.join(_CONFIGS)}. Give an exported "
+                "folder, an assignment.json, or another tool's config."
+            )
+        path = found[0]
+    body = _json_object(path)
+    if body is None or "schema" in body:  # ours, or so damaged that ours says it best
+        return Source(name, given=Assignment.load(path), files=files)
+    return Source(name, given=body, files=files)
+
+
+def _json_object(path: Path) -> dict[str, Any] | None:
+    try:
+        body = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def check_files_dtype(sources: Iterable[Source], model: ModelConfig) -> None:
+    """Raise ConfigError for exported files beside a model that is not in bf16, as they are."""
+    files = next((source.name for source in sources if source.files is not None), None)
+    if files is not None and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype={model.dtype}: the files of {files} are read in bfloat16, and rows must be "
+            "of one dtype. Set model.dtype=bfloat16."
+        )

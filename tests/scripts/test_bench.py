@@ -1,0 +1,97 @@
+"""The speed table: fits, targets and a run of the script on a tiny model."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench", SCRIPTS / "bench.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_exponents_are_slopes_in_logarithms_and_skip_what_is_missing(bench):
+    rows = [{"size": n, "seconds": 3 * n**1.5} for n in (1, 2, 4)]
+    assert bench.exponent(rows, "seconds") == "1.50"
+    assert bench.exponent([*rows, {"size": 8, "seconds": None}], "seconds") == "1.50"
+    assert bench.exponent(rows[:1], "seconds") == "-"
+
+
+def test_a_target_takes_the_worst_value_and_says_what_is_not_measured(bench):
+    assert bench.check_of("a", [0.95, 0.89], 0.9, at_least=True)[2:] == ["0.89", "**no**"]
+    assert bench.check_of("a", [1.0, 1.4], 1.5, at_least=False)[2:] == ["1.40", "yes"]
+    assert bench.check_of("a", [], 1.5, at_least=False)[2:] == ["not measured", "-"]
+    assert bench.check_of("a", [1.0, float("nan")], 1.5, at_least=False)[3] == "-"
+
+
+def test_the_report_is_made_again_from_the_kept_numbers(bench, tmp_path, monkeypatch, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["bench.py", "--out", str(tmp_path), *arguments])
+        bench.main()
+
+    run("--tiny", "--device", "cpu", "--only", "scans", "steps")
+    text = (tmp_path / "bench.md").read_text()
+    kept = json.loads((tmp_path / "bench.json").read_text())["cpu"]
+    assert set(kept) == {"scans", "steps"}
+    assert {row["search"] for row in kept["scans"]["rows"]} >= {"kl", "fisher"}
+    assert all(row["search_seconds"] > 0 for row in kept["steps"]["rows"])
+    assert "| tiny | 2 x 32 | kl |" in text and "not measured" in text
+    (tmp_path / "bench.md").unlink()
+    run("--report")
+    assert (tmp_path / "bench.md").read_text() == text
+    row = kept["steps"]["rows"][0] | {"search_seconds": None, "search_mib": None, "graph": None}
+    kept["steps"]["rows"] = [row]
+    assert "out of memory" in bench.report({"cpu": kept})
+
+
+def test_other_libraries_are_timed_and_those_that_are_missing_say_why(bench, monkeypatch):
+    kernels = bench.bench_kernels
+    monkeypatch.setattr(kernels, "PEERS", {
+        "torch": lambda x: [kernels.Case("mxfp4", lambda x, other, out: x + 0, 1.0),
+                            kernels.Case("mxfp8_e4m3", lambda x, other, out: x.no_such(), 1.0)],
+        "numpy": lambda x: 1 / 0,
+        "no-such-library": lambda x: [],
+    })  # fmt: skip
+    rows = bench.peers("cpu", True)
+    told = {(r["library"].partition(" ")[0], r["format"]): (r["ms"], r["reason"]) for r in rows}
+    assert told["torch", "mxfp4"][0] > 0 and told["torch", "mxfp4"][1] is None
+    assert told["torch", "mxfp8_e4m3"][0] is None
+    assert "no_such" in told["torch", "mxfp8_e4m3"][1]
+    assert told["numpy", "mxfp4"] == (None, "ZeroDivisionError: division by zero")
+    assert told["no-such-library", "mxfp4"] == (None, "not installed")
+    text = bench.report({"cpu": {"peers": {"machine": {"name": "here"}, "rows": rows}}})
+    assert "| no-such-library | mxfp4 | not installed | - | - |" in text
+
+
+def test_runs_of_other_machines_and_environments_are_merged(bench):
+    def peer(library, ms, where):
+        return {"size": "64", "dtype": "float32", "library": library, "format": "mxfp4", "ms": ms,
+                "x_copy": ms, "x_ours": ms, "reason": "not installed", "where": where}  # fmt: skip
+
+    def section(name, rows):
+        return {"machine": {"name": name}, "rows": rows}
+
+    body = {"cpu": {
+        "kernels": section("old", []),
+        "peers": section("a", [peer("x 1", 2.0, "a"), peer("y", None, "a"), peer("z 1", 4.0, "a")]),
+    }}  # fmt: skip
+    bench.merge(body, {"cpu": {"kernels": section("new", [])}, "cuda": {"scans": section("c", [])}})
+    bench.merge(body, {"cpu": {"peers": section("b", [
+        peer("x 2", 3.0, "b"), peer("y 1", 5.0, "b"), peer("z", None, "b"),
+    ])}})  # fmt: skip
+    rows = body["cpu"]["peers"]["rows"]
+    # A newer time replaces an older one and a reason; a reason replaces no time.
+    assert [(r["library"], r["ms"], r["where"]) for r in rows] == [
+        ("x 2", 3.0, "b"), ("y 1", 5.0, "b"), ("z 1", 4.0, "a"),
+    ]  # fmt: skip
+    text = bench.report(body)
+    assert text.index("## GPU") < text.index("## CPU") and "new." in text and "old" not in text
