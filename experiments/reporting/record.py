@@ -1,0 +1,563 @@
+"""What a run leaves behind: `Method` (what identifies a result), `Row` (what was measured of it), `Record`.
+
+This file is the only home of what tells one result from another. `Method` describes each of its
+fields once, in the field's own metadata: how it reads in a label, whether a table's title names it,
+and whether two results must be alike in it to be compared. Grouping, labels, tables, legends, JSON and
+comparisons walk over `dataclasses.fields`, so that another dimension is one more field here. Labels are
+made from methods and never read back.
+
+Files are read strictly: a key that is missing or unknown, or a value of another type, is a RunError
+with the file and the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+
+from dmx.errors import RunError
+from dmx.files import write_json
+
+SCHEMA = "dmx.record/2"
+HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
+"""Searches that rank units by a score; the first is the dMX paper's opponent."""
+QUANTIZED = ("W+A", "W")
+"""Weights and inputs quantized, or weights only."""
+
+
+# --- strict reading ------------------------------------------------------------------------------
+
+
+def read_json(path: Path, way_out: str) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+        RunError: it does not exist or is none; ends in `way_out`.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist: {way_out}.") from None
+    except (ValueError, OSError) as error:
+        raise RunError(f"{path} is not a JSON object ({error}): {way_out}.") from error
+    if not isinstance(body, dict):
+        raise RunError(f"{path} is not a JSON object ({type(body).__name__}): {way_out}.")
+    return body
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """A value of JSON as its type hint wants it; `where` is the file and the path of keys."""
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        return hint.from_dict(value, where)  # type: ignore[union-attr]
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in inner:
+            return None
+        options = [option for option in inner if option is not type(None)]
+        return _read(options[0] if len(options) == 1 else _option(options, value), value, where)
+    if origin is tuple and isinstance(value, list | tuple):
+        if inner[0] in (int, float, str) and all(type(v) is inner[0] for v in value):
+            return tuple(value)  # thousands of items at once
+        return tuple(_read(inner[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {key: _read(inner[1], v, f"{where}.{key}") for key, v in value.items()}
+    if hint is float and type(value) in (int, float):
+        return float(value)
+    if hint in (int, str, bool) and type(value) is hint:
+        return value
+    raise RunError(f"{where} is {value!r:.80}, expected {getattr(hint, '__name__', hint)}")
+
+
+def _option(options: list[Any], value: Any) -> Any:
+    """Of several types the one that an object of JSON has the keys of."""
+    if isinstance(value, Mapping):
+        for option in options:
+            if dataclasses.is_dataclass(option) and option.tells_apart() <= set(value):  # type: ignore[union-attr]
+                return option
+    plain = [o for o in options if not dataclasses.is_dataclass(o)]
+    return next((o for o in plain if type(value) is o), options[0])
+
+
+class Stored:
+    """A dataclass that becomes plain values of JSON and comes back from them."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and lists, every field included."""
+        plain: dict[str, Any] = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return plain
+
+    @classmethod
+    def from_dict(cls, body: Any, where: str) -> Self:
+        """Args:
+            where: file and key, for messages.
+
+        Raises:
+            RunError: keys are missing or unknown, or a value has another type.
+        """
+        if not isinstance(body, Mapping):
+            raise RunError(f"{where} is {body!r:.80}, expected an object")
+        hints, names = get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        missing, unknown = [n for n in names if n not in body], sorted(set(body) - set(names))
+        if missing or unknown:
+            raise RunError(
+                f"{where}: {cls.__name__} misses keys {missing}, has unknown keys {unknown}. It was "
+                "written by another version or edited: run the command again."
+            )
+        return cls(**{name: _read(hints[name], body[name], f"{where}.{name}") for name in names})
+
+    @classmethod
+    def tells_apart(cls) -> set[str]:
+        """Keys that only this kind of object has."""
+        return {dataclasses.fields(cls)[0].name}  # type: ignore[arg-type]
+
+
+# --- what identifies a result --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Limit(Stored):
+    """A budget: the upper bound of the average bits."""
+
+    limit: float
+    unit: str
+    """element_bits | bits_per_element"""
+
+    def __str__(self) -> str:
+        return f"{self.limit:g} {self.unit}"
+
+
+def budget_text(budget: Limit | None) -> str:
+    """`5 element_bits`, or that there is none."""
+    return "no budget" if budget is None else str(budget)
+
+
+def dimension(
+    default: Any,
+    *,
+    label: Callable[[Any], str] | None = None,
+    join: str = " + ",
+    title: Callable[[Any], str] | None = None,
+    compared: bool = True,
+) -> Any:
+    """A field of `Method`.
+
+    Args:
+        default: what goes without saying in a label.
+        label: text of any other value in a label, after `join`; None = labels do not say it.
+        title: text of a value in a table's title, where it is ("" = goes without saying there);
+            rows of one table are then alike in it, and their short labels leave it out. None = a
+            property of single rows.
+        compared: two results must be alike in it to be compared.
+    """
+    metadata = {"label": label, "join": join, "title": title, "compared": compared}
+    return field(default=default, metadata=metadata)
+
+
+def _spaced(value: str) -> str:
+    return value.replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Method(Stored):
+    """How the formats came about, and what else was done to the model; `Method()` is the model in bf16.
+
+    Two rows of one method and budget differ in seed alone. The order of the fields is that of a label:
+    `dMX + polish + hadamard block + gptq + net, separate choices`.
+    """
+
+    search: str | None = dimension(None, compared=False)
+    """Name of the search; uniform = one format everywhere; None = not quantized."""
+    format: str | None = dimension(None, compared=False)
+    """search=uniform: the block format."""
+    origin: str | None = dimension(None, compared=False)
+    """What a label calls it instead of the search: another tool's config, exported files."""
+    polish: bool = dimension(False, label=lambda _: "polish", compared=False)
+    """The search's choice went through the discrete polish."""
+    transform: str = dimension("none", label=_spaced, title=lambda name: f"transform {name}")
+    """none | hadamard_block | hadamard_full | learned"""
+    weights: str = dimension("nearest", label=str, title=lambda name: f"weights {name}")
+    """What became of the weights after the choice: nearest | gptq"""
+    net: bool = dimension(False, label=lambda _: "net")
+    """mor's safety net was around the quantizers."""
+    quantized: str | None = dimension(None, title=lambda sides: sides or "")
+    """W+A | W; None for bf16."""
+    family: str | None = dimension(None)
+    """Candidate formats of every unit; None where nothing was searched."""
+    units: str | None = dimension(
+        None, title=lambda units: "" if units in (None, "layer") else f"{units} units"
+    )
+    """What shares one choice: fused | layer; None where nothing was searched."""
+    choices: str = dimension(
+        "joint", label=lambda name: f"{name} choices", join=", ",
+        title=lambda name: "" if name == "joint" else f"{name} choices",
+    )  # fmt: skip
+    """joint: weight and input of a unit share a format. separate: each has its own, both count."""
+    scale_rules: str = dimension("floor", label=lambda rules: f"scales {rules}", join=", ")
+    """The scale rule, or `weight: ..., input: ...` where they differ (`scale_rules_text`)."""
+    settings: str = dimension("", label=str, join=" ", compared=False)
+    """What else differs from a preset, as `key=value key=value`; where many records are pooled."""
+
+    @property
+    def label(self) -> str:
+        """What tables and legends call it, everything that is unusual included."""
+        return self._label(lambda f: True)
+
+    @property
+    def short_label(self) -> str:
+        """The label without what a table's title names."""
+        return self._label(lambda f: f.metadata["title"] is None)
+
+    @property
+    def name(self) -> str:
+        """The label, and what is quantized: `dMX + polish (W+A)`."""
+        return f"{self.label} ({self.quantized})" if self.quantized else self.label
+
+    def _label(self, is_shown: Callable[[dataclasses.Field[Any]], bool]) -> str:
+        text = self.base
+        for f in dataclasses.fields(self):
+            value, say = getattr(self, f.name), f.metadata["label"]
+            if say is not None and value != f.default and is_shown(f):
+                text += f"{f.metadata['join']}{say(value)}"
+        return text
+
+    @property
+    def base(self) -> str:
+        """What a label begins with: dMX, a heuristic's name, uniform mxfp4, bf16."""
+        if self.origin is not None:
+            return self.origin
+        if self.search is None:
+            return "bf16"
+        if self.search == "differentiable":
+            return "dMX"
+        return f"{self.search} {self.format}" if self.format else self.search
+
+    def titles(self) -> dict[str, str]:
+        """Field -> its text in a table's title, for the fields that a title names."""
+        named = {f.name: f.metadata["title"] for f in dataclasses.fields(self)}
+        return {name: say(getattr(self, name)) for name, say in named.items() if say is not None}
+
+    @property
+    def table(self) -> tuple[Any, ...]:
+        """Values that rows of one table have in common."""
+        return tuple(getattr(self, name) for name in self.titles())
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Values that must be alike in two results that are compared."""
+        compared = (f.name for f in dataclasses.fields(self) if f.metadata["compared"])
+        return tuple(getattr(self, name) for name in compared)
+
+    @property
+    def is_unquantized(self) -> bool:
+        """The model as it is."""
+        return self.search is None and self.origin is None
+
+    @property
+    def is_uniform(self) -> bool:
+        """One format for all layers."""
+        return self.search == "uniform"
+
+    @property
+    def is_searched(self) -> bool:
+        """A search chose its formats."""
+        return self.search not in (None, "uniform")
+
+    @property
+    def is_dmx(self) -> bool:
+        """The gradient search, polished or not."""
+        return self.search == "differentiable"
+
+    @property
+    def is_heuristic(self) -> bool:
+        """The bare choice of a heuristic, which dMX is compared with; a polished one is none."""
+        return self.search in HEURISTICS and not self.polish
+
+    def without(self, *names: str) -> Self:
+        """This method with some fields as they are by default."""
+        usual: dict[str, Any] = {
+            f.name: f.default for f in dataclasses.fields(self) if f.name in names
+        }
+        if len(usual) < len(set(names)):
+            raise ValueError(f"{set(names) - set(usual)} are no fields of {type(self).__name__}")
+        return dataclasses.replace(self, **usual)
+
+    def bare(self) -> Self:
+        """The search alone, with nothing that a label appends to it."""
+        said = (f.name for f in dataclasses.fields(self) if f.metadata["label"] is not None)
+        return self.without(*said)
+
+
+def varying(methods: Iterable[Method]) -> tuple[str, ...]:
+    """Fields in which methods differ."""
+    every = list(methods)
+    names = [f.name for f in dataclasses.fields(every[0])] if every else []
+    return tuple(name for name in names if len({getattr(m, name) for m in every}) > 1)
+
+
+# --- what was measured ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TaskResult(Stored):
+    """Accuracy on a zero-shot task; shares of 1."""
+
+    metric: str
+    value: float
+    stderr: float | None
+    """Over items."""
+    count: int
+    items: tuple[float, ...]
+    """1 = right, by item."""
+    source: str
+    sha256: str
+    """Of the items."""
+    lm_eval: str
+    """Its version."""
+
+
+class Measured(Stored):
+    """What rows have in common: metrics by name, and why one is missing."""
+
+    reasons: Mapping[str, str]
+
+    def metric(self, name: str) -> float | None:
+        """A metric; None where it is missing."""
+        value = getattr(self, name)
+        return None if value is None else float(value)
+
+    def reason(self, name: str) -> str:
+        """Why a metric is missing; empty where it is there."""
+        if getattr(self, name) is not None:
+            return ""
+        return self.reasons.get(name) or "not in the record"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Measured):
+    """One method at one budget and seed, measured. A metric that is None has a line in `reasons`."""
+
+    method: Method
+    budget: Limit | None
+    seed: int | None
+    assignment: str | None
+    """Path of the assignment in the run's folder."""
+    element_bits: float | None
+    bits_per_element: float | None
+    whole_model_bits_per_element: float | None
+    perplexity: float | None
+    nll: float | None
+    """nats/token"""
+    tokens: int
+    """That a loss was taken of."""
+    windows: int
+    window_nll: tuple[float, ...] | None
+    """nats/token of each window"""
+    zero_shot: Mapping[str, TaskResult] | None
+    search_seconds: float | None
+    search_peak_memory_bytes: int | None
+    eval_seconds: float | None
+    zero_shot_seconds: float | None
+    format_counts: Mapping[str, Mapping[str, Mapping[str, int]]] | None
+    """Operand -> projection -> format -> layers."""
+    transform: Mapping[str, Any] | None
+    """Facts of the assignment's transform: name, run_time, file, sha256."""
+    weights: Mapping[str, Any] | None
+    """Facts of what became of its weights: name, damping, file, sha256, seconds."""
+    safety: Mapping[str, Any] | None
+    """The net's report."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Of the method."""
+        return self.method.label
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow(Measured):
+    """One recipe of mor and seed, trained and measured."""
+
+    recipe: str
+    seed: int
+    folder: str
+    """Of its logs, in the run's folder."""
+    parameters: int
+    steps: int
+    train_tokens: int
+    train_seconds: float
+    tokens_per_second: float | None
+    perplexity: float | None
+    nll: float | None
+    """nats/token, on the validation text"""
+    tokens: int
+    windows: int
+    window_nll: tuple[float, ...] | None
+    loss_curve: Mapping[str, Mapping[str, Any]]
+    """train, validation -> columns step, loss"""
+    fp8_tensor_share: float | None
+    operands: Mapping[str, Any] | None
+    """What mor decided: operand -> shares."""
+    products: Mapping[str, Any] | None
+    """Product -> count of each kind of multiplication."""
+    fallback_digits: Mapping[str, Any] | None
+    """Shares of BF16 over steps, by layer; of runs with outliers."""
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The recipe."""
+        return self.recipe
+
+
+# --- the record of a run -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device(Stored):
+    """Where a run ran."""
+
+    name: str
+    type: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class ModelFacts(Stored):
+    """Which model it was."""
+
+    id: str
+    revision: str | None
+    dtype: str
+    architecture_sha256: str
+    note: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFacts(Stored):
+    """A text, and how it was cut: into windows, or into batches of rows."""
+
+    name: str
+    source: str
+    sha256: str
+    tokens: int
+    windows: int | None = None
+    window: int | None = None
+    """tokens"""
+    batches: int | None = None
+    batch_shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(Stored):
+    """What a run claims, in a sentence and in numbers where it compares."""
+
+    text: str
+    difference_nats: float | None = None
+    stderr_nats: float | None = None
+    """Paired, over windows."""
+    beats: bool | None = None
+    budget: Limit | None = None
+    against: str | None = None
+    """Label of the reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportFacts(Stored):
+    """What was written for which runtime, and how it differs when loaded again."""
+
+    target: str
+    profile: str | None
+    inputs: bool
+    formats: Mapping[str, int]
+    """Layers by format."""
+    input_rule: str | None
+    bytes: int | None
+    verification: Mapping[str, Any] | None
+    """loader, versions, tokens, equal, max_difference, kl, loss, reference_loss, seconds"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeComparison(Stored):
+    """Final validation loss of a recipe against BF16's, over the seeds that both have."""
+
+    recipe: str
+    seeds: tuple[int, ...]
+    within: bool
+    """Worse by no more than is allowed."""
+    difference_nats: float | None = None
+    difference_share: float | None = None
+    stderr_nats: float | None = None
+    allowed_nats: float | None = None
+    baseline_nats: float | None = None
+    reason: str | None = None
+    """Why there is no difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record(Stored):
+    """`record.json` of a run."""
+
+    command: str
+    started: str
+    finished: str
+    """ISO 8601"""
+    wall_seconds: float
+    versions: Mapping[str, str]
+    device: Device
+    peak_memory_bytes: int
+    seed: int | None
+    requested: Mapping[str, Any]
+    """The settings."""
+    actual: Mapping[str, Any]
+    """What ran, under the names of the settings."""
+    model: ModelFacts
+    data: Mapping[str, TextFacts]
+    """calibration, evaluation; of training: training, validation"""
+    results: tuple[Row | TrainingRow, ...]
+    verdict: Verdict | None
+    warnings: tuple[str, ...]
+    export: ExportFacts | None = None
+    comparison: tuple[RecipeComparison, ...] | None = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Results of methods."""
+        return tuple(row for row in self.results if isinstance(row, Row))
+
+    @property
+    def training_rows(self) -> tuple[TrainingRow, ...]:
+        """Results of recipes."""
+        return tuple(row for row in self.results if isinstance(row, TrainingRow))
+
+    def save(self, path: Path) -> Path:
+        """Write the file, whole or not at all."""
+        return write_json(path, {"schema": SCHEMA, **self.to_dict()})
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            RunError: it is missing, no JSON, of another schema, or its keys or values do not fit.
+        """
+        body = read_json(Path(path), "a finished run leaves one; finish the run first")
+        schema = body.pop("schema", None)
+        if schema != SCHEMA:
+            raise RunError(
+                f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}. Run the command again, "
+                "or read the file with the version that wrote it."
+            )
+        return cls.from_dict(body, str(path))
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON holds it; None for inf and nan."""
+    return value if math.isfinite(value) else None
