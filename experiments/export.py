@@ -6,24 +6,20 @@
 Leaves `model` (or `folder`) for the runtime, and config.yaml, record.json and report.html.
 """
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
-from torch import Tensor
 
-import dmx
-from dmx.assignment.assignment import Assignment
-from dmx.data.texts import DataPair, encode, load_text
-from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new, check_target
-from dmx.formats import BF16, check_choice
-from dmx.models.loading import ModelConfig, load_model, meta_model
-from experiments.running.config import ConfigError, RunConfig, _defaults, build_root
-from experiments.running.export_rows import actual_settings, export_facts, export_rows, verdict_text
-from experiments.running.run import Run, entry_point, tokens_sha256
-from experiments.running.sources import read_source
+from dmx.data.texts import DataPair, load_text
+from dmx.exporting import EXPORT_TARGETS, PROFILES
+from dmx.formats import check_choice
+from dmx.models.loading import ModelConfig
+
+from .running.composing import build_root
+from .running.exports import Export, export_verdict
+from .running.guard import entry_point
+from .running.run import Run
+from .running.settings import ConfigError, RunConfig
 
 
 @dataclass(kw_only=True)
@@ -67,73 +63,24 @@ class ExportRun:
             raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
         if self.windows and not self.verify:
             raise ConfigError(f"windows={self.windows} needs verify=true")
+        self.plan = Export(
+            self.target, self.profile, self.inputs, self.verify, self.max_shard_gigabytes,
+            self.windows, self.window,
+        )  # fmt: skip
 
 
-_GROUPS = {"model": ModelConfig, "run": RunConfig}
-ConfigStore.instance().store(
-    name="_export",
-    node={name: _defaults(cls) for name, cls in _GROUPS.items()},
-    package="_global_",
-)
-
-
-@entry_point("export")
+@entry_point("export", ExportRun)
 def main(cfg: DictConfig) -> None:
+    """Writes the files for the runtime, record.json and report.html."""
     config = build_root(ExportRun, cfg)
-    source = read_source(config.assignment, "assignment")
-    if source.uniform is BF16 or source.files is not None:
-        raise ConfigError(
-            f"assignment={config.assignment} gives no formats to quantize this model to. Give an "
-            "assignment.json or an MX format."
-        )
-    target = {name: getattr(config, name) for name in ("target", "profile", "inputs", "verify")}
-    if config.folder and not Path(config.run.folder, "record.json").exists():
-        check_new(Path(config.folder))
-    if isinstance(source.given, Assignment):
-        check_target(source.given, **target)
-    meta = meta_model(config.model)
-    check_export(meta, source.on(meta), Path(config.folder or config.run.folder), **target)
+    source = config.plan.check(config.model, config.assignment, config.folder, config.run.folder)
     text = load_text(config.data.evaluation) if config.windows else None
     with Run(cfg, config.run, "export") as run:
         if run.show_if_finished():
             return
-        folder = Path(config.folder) if config.folder else run.path("model")
-        if not config.folder:
-            shutil.rmtree(folder, ignore_errors=True)  # of a start that died before its record
-        loaded = load_model(config.model, run.device)
-        tokens = None if text is None else _windows(config, encode(loaded.tokenizer, text))
-        assignment = source.on(loaded.model)
-        done = dmx.export(
-            loaded.model, assignment, folder, tokenizer=loaded.tokenizer, tokens=tokens,
-            max_shard_bytes=int(config.max_shard_gigabytes * 1e9), **target,
-        )  # fmt: skip
-        # After the export, so that one that fails leaves a folder which a corrected command may use.
-        assignment.save(run.path("assignment.json"))
-        run.facts = {
-            "model": loaded.provenance,
-            "data": {},
-            "export": export_facts(done, assignment),
-        }
-        if text is not None and tokens is not None:
-            run.facts["data"] = {"evaluation": {
-                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
-                "tokens": tokens.numel(), "windows": config.windows, "window": config.window,
-            }}  # fmt: skip
-        run.actual = actual_settings(done, loaded.model)
-        export_rows(run, done, loaded.model, assignment, config.windows)
-        run.finish(seed=None, verdict={"text": verdict_text(done)})
+        done = config.plan.write(run, config.model, source, text, config.folder)
+        run.finish(seed=None, verdict=export_verdict(done))
         print(f"{'files':16} {done.folder}")
-
-
-def _windows(config: ExportRun, stream: Tensor) -> Tensor:
-    """(windows, window) int64, the first of the text."""
-    count = config.windows * config.window
-    if len(stream) < count:
-        raise ConfigError(
-            f"windows={config.windows} of window={config.window} need {count} tokens, the "
-            f"evaluation text has {len(stream)}. Lower one of them."
-        )
-    return stream[:count].reshape(config.windows, config.window)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,63 @@
 """Search a format per layer under a budget; writes the assignment, its history and a report.
 
 python -m experiments.search model=smollm2_135m data=wikitext2 budget.limit=5.0
-python -m experiments.search model=smollm2_135m rounding=gptq gptq.damping=0.01
+python -m experiments.search model=smollm2_135m weights=gptq gptq.damping=0.01
 """
 
-import dataclasses
+from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
-from dmx.formats import MX_FORMATS
-from dmx.models.loading import meta_model
-from dmx.searching import search_space
-from experiments.reporting.results import HEURISTICS, verdicts
-from experiments.running.config import SearchRun, build_root
-from experiments.running.rows import Bench, check_windows
-from experiments.running.run import Run, entry_point
+from dmx.assignment.budget import Budget
+from dmx.data.texts import DataPair
+from dmx.formats import check_choice
+from dmx.models.loading import ModelConfig, meta_model
+from dmx.searching import SearchConfig, search_space
+from dmx.weights.gptq import ROUNDINGS, GptqConfig
+
+from .reporting.verdicts import verdicts
+from .running.bench import Bench, check_windows
+from .running.composing import build_root
+from .running.guard import entry_point
+from .running.plan import measure_search
+from .running.run import Run
+from .running.settings import (
+    BASELINES,
+    CalibrationConfig,
+    EvaluationConfig,
+    RunConfig,
+    check_each,
+)
 
 
-@entry_point("search")
+@dataclass(kw_only=True)
+class SearchRun:
+    """python -m experiments.search"""
+
+    model: ModelConfig
+    data: DataPair
+    calibration: CalibrationConfig
+    evaluation: EvaluationConfig
+    budget: Budget
+    search: SearchConfig
+    baselines: list[str]
+    """Rows beside the search: bf16, uniform (every MX format), kl and other heuristics."""
+    weights: str
+    """nearest | gptq: every searched assignment is measured a second time, with such weights."""
+    gptq: GptqConfig
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        check_choice(self.weights, ROUNDINGS, "weights")
+        check_each("baselines", self.baselines, BASELINES)
+        if self.calibration.batches is not None:
+            self.search.check_batches(self.calibration.batches)
+
+
+@entry_point("search", SearchRun)
 def main(cfg: DictConfig) -> float | None:
+    """Measures and writes the files of a run; returns the perplexity, for sweepers."""
     config = build_root(SearchRun, cfg)
     # What follows from shapes alone is refused before weights load.
     meta = meta_model(config.model)
@@ -30,30 +68,13 @@ def main(cfg: DictConfig) -> float | None:
             return run.main_result()
         bench = Bench(
             run, config.model, config.data, config.evaluation, calibration=config.calibration,
-            roundings=list(dict.fromkeys(("nearest", config.rounding))), gptq=config.gptq,
+            weights=list(dict.fromkeys(("nearest", config.weights))), gptq=config.gptq,
         )  # fmt: skip
-        if "bf16" in config.baselines:
-            bench.unquantized()
-        search = config.search
-        if search.learns_rotation:
-            # First, so that all rows have the rotations that it learns.
-            bench.searched(search, config.budget, name="assignment")
-            search = dataclasses.replace(
-                search, transform_file=str(run.path("transform.safetensors"))
-            )
-        if "uniform" in config.baselines:
-            for block_format in MX_FORMATS:
-                bench.uniform(block_format, search)
-        for name in HEURISTICS:
-            if name in config.baselines and config.search.name != name:
-                opponent = dataclasses.replace(search, name=name, polish_rounds=0)
-                bench.searched(opponent, config.budget, name=name)
-        if not config.search.learns_rotation:
-            bench.searched(config.search, config.budget, name="assignment")
+        measure_search(bench, config.search, config.budget, config.baselines)
         if config.search.name == "differentiable":
-            found = Assignment.load(run.path("assignment.json")).search
-            run.actual["search"] = {k: found[k] for k in ("steps", "cuda_graph") if k in found}
-        claims = verdicts(run.rows)
+            done = Assignment.load(run.path("assignment.json")).search
+            run.actual["search"] = {k: done[k] for k in ("steps", "cuda_graph") if k in done}
+        claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()
 

@@ -1,16 +1,18 @@
 """Joins the records of finished runs below a folder into one record, failed runs named beside."""
 
+import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dmx.errors import RunError
-from experiments.reporting.reading import read_record
-from experiments.running.config import POLISH
-from experiments.running.run import ERROR_FILE, Run
 
-TRACE_FILES = ("history.jsonl", "offsets.npz", "polish.jsonl")
+from ..reporting.record import Record, Row
+from .folder import ERROR_FILE
+from .run import Run
+
+_TRACE_FILES = ("history.jsonl", "offsets.npz", "polish.jsonl")
 
 
 def collect_runs(source: Path, run: Run) -> None:
@@ -22,21 +24,20 @@ def collect_runs(source: Path, run: Run) -> None:
         RunError: no record below the folder, or records of different models or evaluation texts.
     """
     folders = sorted({p.parent for name in ("record.json", ERROR_FILE) for p in source.rglob(name)})
-    records = {f: read_record(f) for f in folders if (f / "record.json").exists()}
+    paths = {folder: folder / "record.json" for folder in folders}
+    records = {f: Record.load(path) for f, path in paths.items() if path.exists()}
     if not records:
         raise RunError(
             f"collect={source} holds no finished run (record.json). Name a sweep's folder."
         )
     check_comparable(records)
     first = next(iter(records.values()))
-    seen: set[str] = set()
+    seen: set[tuple[object, ...]] = set()
     for folder, record in records.items():
         name = str(folder.relative_to(source)).replace("/", "-") if folder != source else "run"
-        for row in record["results"]:
-            key = json.dumps(
-                [row["label"], row.get("operands"), row["budget"], row.get("seed"), row["nll"]]
-            )
-            if row["search"] in (None, "uniform") and key in seen:
+        for row in record.rows:
+            key = row.method, row.budget, row.seed, row.nll
+            if not row.method.is_searched and key in seen:
                 continue
             seen.add(key)
             run.rows.append(_adopted(row, folder, run.folder, name))
@@ -44,46 +45,45 @@ def collect_runs(source: Path, run: Run) -> None:
         if folder not in records:
             error = json.loads((folder / ERROR_FILE).read_text())
             run.warnings.append(f"run {folder.name} failed: {error['error']}")
-    run.facts = {key: first[key] for key in ("model", "data", "seed") if key in first}
+    run.model, run.data = first.model, dict(first.data)
     run.actual |= {"collected": len(records), "failed": len(folders) - len(records)}
 
 
-def _model(record: dict[str, Any]) -> tuple[str, str]:
-    return record["model"]["id"], record["model"]["architecture_sha256"]
+def _model(record: Record) -> tuple[str, str]:
+    return record.model.id, record.model.architecture_sha256
 
 
-def _evaluation(record: dict[str, Any]) -> tuple[str, int] | None:
+def _evaluation(record: Record) -> tuple[str, int | None] | None:
     """Hash and window of the evaluation text; None where no perplexity was measured."""
-    found = record["data"].get("evaluation")
-    return None if found is None else (found["sha256"], found["window"])
+    text = record.data.get("evaluation")
+    return None if text is None else (text.sha256, text.window)
 
 
-def check_comparable(records: dict[Path, dict[str, Any]]) -> None:
+def check_comparable(records: Mapping[Path, Record]) -> None:
     """Raise RunError unless all records are of one model, and those with a perplexity of one text.
 
     Args:
         records: run folder -> its record.
     """
     for what, value in (("model", _model), ("evaluation text", _evaluation)):
-        values = {folder: found for folder, r in records.items() if (found := value(r)) is not None}
-        for folder, found in values.items():
-            if found != (first := next(iter(values.values()))):
+        values = {folder: had for folder, r in records.items() if (had := value(r)) is not None}
+        for folder, had in values.items():
+            if had != (first := next(iter(values.values()))):
                 raise RunError(
-                    f"{folder} used another {what} than the first run: {found} and {first}. Rows of "
+                    f"{folder} used another {what} than the first run: {had} and {first}. Rows of "
                     f"different {what}s cannot stand in one table; collect them apart."
                 )
 
 
-def _adopted(row: dict[str, Any], folder: Path, target: Path, name: str) -> dict[str, Any]:
+def _adopted(row: Row, folder: Path, target: Path, name: str) -> Row:
     """The row with its files copied below `target`."""
-    if row["assignment"] is None:
+    if row.assignment is None:
         return row
-    source = folder / row["assignment"]
-    copy = target / name / row["assignment"]
+    source = folder / row.assignment
+    copy = target / name / row.assignment
     copy.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, copy)
-    kind = row["search"] or ""
-    for trace in TRACE_FILES if kind == "differentiable" or kind.endswith(POLISH) else ():
+    for trace in _TRACE_FILES if row.method.is_dmx or row.method.polish else ():
         if (source.parent / trace).exists():
             shutil.copyfile(source.parent / trace, copy.parent / trace)
-    return row | {"assignment": f"{name}/{row['assignment']}"}
+    return dataclasses.replace(row, assignment=f"{name}/{row.assignment}")

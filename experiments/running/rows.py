@@ -1,275 +1,208 @@
-"""A loaded model, its texts, and the rows that are measured on it; shared by the entry points."""
+"""Rows of a record: every one of them is made here, whatever measured it."""
 
-import contextlib
-import dataclasses
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-import mor
-from dmx.applying.layers import restore
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import Budget
-from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
-from dmx.evaluate.perplexity import cut_windows
-from dmx.exporting import load_exported
-from dmx.formats import BlockFormat
-from dmx.models.loading import ModelConfig, load_model, max_positions
-from dmx.progress import Stopwatch
-from dmx.searching import SearchConfig, search, uniform_assignment
-from dmx.weights.gptq import GptqConfig, gptq
-from experiments.reporting.maps import format_counts
-from experiments.running.config import POLISH, CalibrationConfig, EvalConfig, EvaluationConfig
-from experiments.running.run import Run, tokens_sha256
-from experiments.running.zero_shot import measure_zero_shot
+from dmx.evaluate.perplexity import perplexity_of
+from mor.statistics import read_log
+from mor.training import TrainResult
+
+from ..reporting.projections import format_counts
+from ..reporting.record import Limit, Method, Row, TaskResult, TrainingRow, finite
+from ..reporting.training_logs import fallback_digits, loss_curve
+
+_FULL_BITS = 16.0
 
 
-def row_label(search: Mapping[str, Any], otherwise: str = "") -> str:
-    """What tables call the rows of a search, given what its assignment says of it."""
-    name = str(search.get("name") or otherwise)
-    label = "dmx" if name == "differentiable" else name
-    return f"{label} + polish" if search.get("polish_rounds") else label
+def method_of(
+    assignment: Assignment | None, *, quantized: str, net: bool = False, origin: str | None = None
+) -> Method:
+    """What tables know of an assignment; None = the model as it is.
 
-
-def choice_per(assignment: Assignment | None) -> str | None:
-    """unit | operand: whether weights and inputs of an assignment share their choices; None without
-    one. Not to be confused with `operands`, which of them are quantized."""
-    if assignment is None:
-        return None
-    separate = assignment.search.get("operands") == "separate"
-    return "operand" if separate or assignment.unequal else "unit"
-
-
-Make = Callable[[], tuple[Assignment, dict[str, Any]]]
-"""Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
-
-
-def check_windows(
-    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig | None
-) -> None:
-    """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
-    for what is not used."""
-    for config in (calibration, evaluation):
-        if config is not None:
-            check_window(config.window, max_positions(meta.config))
-
-
-class Bench:
-    """Loads once; every row of a run uses the same evaluation windows, and every search with one
-    seed the same calibration batches. Every searched assignment has a row for each of `roundings`.
-    With `safety="calibrated"` every quantized row is followed by one with mor's safety net around it.
+    Args:
+        quantized: W+A | W
+        net: whether mor's safety net is around the quantizers.
+        origin: what labels call it instead of its search.
     """
+    if assignment is None:
+        return Method()
+    search = assignment.search
+    name, formats = search.get("name"), set(assignment.formats.values()) - {"bf16"}
+    is_searched = name not in (None, "uniform")
+    separate = search.get("operands") == "separate" or bool(assignment.unequal)
+    return Method(
+        search=name,
+        format=formats.pop() if name == "uniform" and len(formats) == 1 else None,
+        origin=origin,
+        polish=bool(search.get("polish_rounds")),
+        transform=str((assignment.transform or {}).get("name", "none")),
+        weights=str((assignment.rounding or {}).get("name", "nearest")),
+        net=net,
+        quantized=quantized,
+        family=search.get("family") if is_searched else None,
+        units=assignment.units if is_searched else None,
+        choices="separate" if separate else "joint",
+        scale_rules=assignment.scale_rule,
+    )
 
-    def __init__(
-        self,
-        run: Run,
-        model: ModelConfig,
-        data: DataPair,
-        evaluation: EvaluationConfig,
-        *,
-        calibration: CalibrationConfig | None,
-        measured: EvalConfig | None = None,
-        safety: str = "off",
-        roundings: Sequence[str] = ("nearest",),
-        gptq: GptqConfig | None = None,
-    ) -> None:
-        self.run, self.calibration, self.evaluation = run, calibration, evaluation
-        self._model_config = model
-        self.measured, self.safety = measured or EvalConfig(), safety
-        self.roundings, self.gptq = roundings, gptq or GptqConfig()
-        # Texts first: a missing file must show before a model is loaded.
-        text = load_text(data.evaluation) if self.measured.perplexity else None
-        calibration_text = load_text(data.calibration) if calibration is not None else None
-        loaded = load_model(model, run.device)
-        self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        facts: dict[str, Any] = {}
-        if calibration_text is not None:
-            self._calibration_tokens = encode(self.tokenizer, calibration_text)
-            first = self.batches(0)
-            facts["calibration"] = {
-                "name": calibration_text.name, "source": calibration_text.source,
-                "sha256": calibration_text.sha256, "tokens": sum(b.numel() for b in first),
-                "batches": len(first), "batch_shape": list(first[0].shape),
-            }  # fmt: skip
-        self.tokens: Tensor | None = None
-        if text is not None:
-            tokens = encode(self.tokenizer, text)
-            if evaluation.max_windows is not None:
-                tokens = tokens[: evaluation.max_windows * evaluation.window]
-            # Refuse a text that does not fit before a search, not after it.
-            cut_windows(self.model, tokens, evaluation.window)
-            self.tokens = tokens
-            facts["evaluation"] = {
-                "name": text.name, "source": text.source, "sha256": tokens_sha256(tokens),
-                "tokens": len(tokens), "windows": len(tokens) // evaluation.window,
-                "window": evaluation.window,
-            }  # fmt: skip
-        run.facts = {"model": loaded.provenance, "data": facts}
-        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
 
-    def batches(self, seed: int) -> list[Tensor]:
-        """Calibration batches of one seed: another seed draws other windows in another order."""
-        c = self.calibration
-        assert c is not None
-        return token_batches(
-            self._calibration_tokens,
-            c.window,
-            c.batch_size,
-            seed=c.seed + seed,
-            n_batches=c.batches,
-        )
+@dataclass(frozen=True)
+class Losses:
+    """What a model was measured to lose on a text."""
 
-    @contextlib.contextmanager
-    def weights_of(self, folder: Path | None) -> Iterator[None]:
-        """Rows are measured on the weights of an exported folder meanwhile, as its bytes give
-        them; None changes nothing."""
-        if folder is None:
-            yield
-            return
-        own = self.model
-        attention = self._model_config.attn_implementation
-        files = load_exported(folder, device=self.run.device, attn_implementation=attention)
-        self.model = restore(files.model)
-        try:
-            yield
-        finally:
-            self.model = own
+    nll: float
+    """nats/token"""
+    tokens: int
+    windows: int
+    seconds: float | None
+    by_window: tuple[float, ...] | None = None
+    missing: str = ""
+    """Why nothing was measured."""
 
-    # --- what a row can be ---------------------------------------------------------------------
+    @classmethod
+    def of(cls, window_losses: Tensor, window: int, seconds: float) -> "Losses":
+        """From (windows,) nats/token, of `window` tokens each."""
+        count = len(window_losses)
+        nll, by_window = float(window_losses.mean()), tuple(window_losses.tolist())
+        return cls(nll, count * (window - 1), count, seconds, by_window)
 
-    def unquantized(self) -> None:
-        """The row of the model as it is."""
-        self.run.row("bf16", lambda: self._measured("bf16", "W+A", None, None, None))
+    @classmethod
+    def none(cls, why: str, seconds: float | None = None) -> "Losses":
+        """No text was measured."""
+        return cls(math.nan, 0, 0, seconds, None, why)
 
-    def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
-        """Rows of one format everywhere."""
-        name = f"uniform-{block_format}"
-        made: Make = lambda: (uniform_assignment(self.model, block_format, config), {})  # noqa: E731
-        self.rows(f"uniform {block_format}", f"{name}.json", made, guarded=False)
+    def fields(self) -> dict[str, Any]:
+        """Of a row, with the reasons for what is missing."""
+        nll, perplexity = finite(self.nll), finite(perplexity_of(self.nll))
+        why = self.missing or "the loss is not finite"
+        reasons = {}
+        if nll is None:
+            reasons["nll"] = why
+        if perplexity is None:
+            reasons["perplexity"] = (
+                why if nll is None else "exp of the loss is beyond the largest float"
+            )
+        return {
+            "nll": nll, "perplexity": perplexity, "tokens": self.tokens, "windows": self.windows,
+            "window_nll": self.by_window if nll is not None else None, "reasons": reasons,
+        }  # fmt: skip
 
-    def searched(
-        self, config: SearchConfig, budget: Budget, *, name: str, folder: str = ""
-    ) -> None:
-        """Rows of one search. Its files: `name`.json and, if it takes steps or is polished, its
-        history, in `folder` of the run's folder."""
 
-        def make() -> tuple[Assignment, dict[str, Any]]:
-            cuda = self.run.device.type == "cuda"
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self.run.device)
-            leaves_files = config.name == "differentiable" or config.polish_rounds > 0
-            result = search(
-                self.model, self.batches(config.seed), budget, config,
-                folder=self.run.path(folder) if leaves_files else None,
-                score_folder=self.run.path("scores"),
-            )  # fmt: skip
-            facts: dict[str, Any] = {"seconds": result.seconds}
-            if result.polish:
-                facts["kl"] = result.polish[-1]["kl"]
-            if config.name == "differentiable":
-                facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
-            if cuda:
-                facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
-            return result.assignment, facts
+@dataclass(frozen=True)
+class Tasks:
+    """What a model was measured to answer on zero-shot tasks."""
 
-        stem = f"{folder}/{name}" if folder else name
-        label = row_label(config.summary())
-        for rounding in self.roundings:
-            if rounding == "nearest":
-                self.rows(label, f"{stem}.json", make)
-            else:
-                rounded: Make = lambda: (self._rounded(stem, make, config.seed), {})  # noqa: E731
-                self.rows(label, f"{stem}.{rounding}.json", rounded)
+    results: Mapping[str, TaskResult] | None = None
+    seconds: float | None = None
+    missing: str = "not asked for (eval=zero_shot)"
+    """Why nothing was measured."""
 
-    def _rounded(self, stem: str, make: Make, seed: int) -> Assignment:
-        """The assignment of a search with its weights rounded by GPTQ."""
-        clock, config = Stopwatch(), self.gptq
-        rounded = gptq(
-            self.model, self._saved(f"{stem}.json", make), self.batches(seed)[: config.batches],
-            damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
-            folder=self.run.path(f"{stem}.gptq"),
-        )  # fmt: skip
-        facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
-        return dataclasses.replace(rounded, rounding=facts)
 
-    def rows(self, label: str, path: str, make: Make, *, guarded: bool = True) -> None:
-        """Rows of one assignment, which is kept under `path` of the run's folder: one for each
-        set of operands, and one more with the safety net where it is on."""
-        key = path.removesuffix(".json").replace("/", "-")
-        for operands in self.evaluation.operands:
-            for net in (False, True) if self.safety != "off" and guarded else (False,):
+def make_row(
+    method: Method,
+    assignment: Assignment | None,
+    losses: Losses,
+    *,
+    path: str | None = None,
+    tasks: Tasks | None = None,
+    safety: Mapping[str, Any] | None = None,
+) -> Row:
+    """A row of one method, measured.
 
-                def measured(operands: str = operands, net: bool = net) -> dict[str, Any]:
-                    assignment = self._saved(path, make)
-                    guard = self._net(assignment, path) if net else None
-                    return self._measured(label, operands, assignment, path, guard)
+    Args:
+        assignment: None = the model as it is.
+        path: of the assignment in the run's folder.
+        safety: report of the net that was around it.
+    """
+    tasks = tasks or Tasks()
+    search: Mapping[str, Any] = {} if assignment is None else assignment.search
+    bits = dict.fromkeys(("element_bits", "bits_per_element", "whole_model_bits_per_element"))
+    stated: Any = dict.fromkeys(bits, _FULL_BITS) if assignment is None else assignment.bits
+    budget = None if assignment is None else assignment.budget
+    measured = losses.fields()
+    reasons = measured.pop("reasons")
+    if losses.seconds is None:
+        reasons["eval_seconds"] = "not timed apart"
+    if tasks.results is None:
+        reasons["zero_shot"] = reasons["zero_shot_seconds"] = tasks.missing
+    if search.get("seconds") is None:
+        reasons["search_seconds"] = reasons["search_peak_memory_bytes"] = "no search"
+    elif search.get("peak_memory_bytes") is None:
+        reasons["search_peak_memory_bytes"] = "measured on GPUs alone"
+    return Row(
+        method=method,
+        budget=None if budget is None else Limit(float(budget["limit"]), str(budget["unit"])),
+        seed=search.get("seed"),
+        assignment=path,
+        **{name: stated.get(name) for name in bits},
+        **measured,
+        zero_shot=tasks.results,
+        search_seconds=search.get("seconds"),
+        search_peak_memory_bytes=search.get("peak_memory_bytes"),
+        eval_seconds=losses.seconds,
+        zero_shot_seconds=tasks.seconds,
+        format_counts=None
+        if assignment is None
+        else format_counts(assignment.formats, assignment.input_formats),
+        transform=_facts(assignment and assignment.transform),
+        weights=_facts(assignment and assignment.rounding),
+        safety=safety,
+        reasons=reasons,
+    )
 
-                self.run.row(f"{key}-{operands}{'-net' if net else ''}", measured)
 
-    # -------------------------------------------------------------------------------------------
+def _facts(stage: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    return None if stage is None else dict(stage)
 
-    def _measured(
-        self, label: str, operands: str, assignment: Assignment | None, path: str | None,
-        net: mor.SafetyNet | None,
-    ) -> dict[str, Any]:  # fmt: skip
-        found: Any = {} if assignment is None else assignment.search
-        kind = found.get("name")
-        if found.get("polish_rounds") and kind != "differentiable":
-            kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
-        transform = None if assignment is None else assignment.transform
-        rounding = None if assignment is None else assignment.rounding
-        per = choice_per(assignment)
-        if per == "operand":
-            label = f"{label}, separate operands"
-        if transform is not None:
-            label = f"{label} + {transform['name'].replace('_', ' ')}"
-        if rounding is not None:
-            # What rounding gains is not the search's.
-            label, kind = f"{label} + {rounding['name']}", f"{kind}+{rounding['name']}"
-        if net is not None:
-            # A method of its own in every table, or it would be averaged with the bare search.
-            label, kind = f"{label} + net", f"{kind}+net"
-        row = self.run.measure(
-            self.model, self.tokens, self.evaluation, label=label, operands=operands,
-            assignment=assignment, path=path, search=kind,
-            search_seconds=found.get("seconds"), seed=found.get("seed"), safety=net,
-        )  # fmt: skip
-        row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
-        row["safety"] = None if net is None else net.report()
-        row["choice_per"] = per
-        row["format_counts"] = (
-            None if assignment is None
-            else format_counts(assignment.formats, assignment.input_formats)
-        )  # fmt: skip
-        row["transform"] = None if transform is None else dict(transform)
-        row["rounding"] = None if rounding is None else dict(rounding)
-        return row | measure_zero_shot(
-            self.run, self.model, self.tokenizer, self.measured, assignment, operands, label=label,
-            safety=net,
-        )  # fmt: skip
 
-    def _net(self, assignment: Assignment, path: str) -> mor.SafetyNet:
-        """The net calibrated for an assignment, kept beside it; its counters start at zero."""
-        target = self.run.path(path.removesuffix(".json") + ".safety.json")
-        if target.exists():
-            return mor.SafetyNet.load(target)
-        net = mor.SafetyNet.calibrate(self.model, assignment, self.batches(0))
-        net.save(target)
-        return net
+def make_training_row(
+    recipe: str,
+    seed: int,
+    folder: Path,
+    model: nn.Module,
+    result: TrainResult,
+    *,
+    window: int,
+    statistics: Mapping[str, Any] | None,
+    with_digits: bool,
+) -> TrainingRow:
+    """A row of one recipe and seed, trained.
 
-    def _saved(self, path: str, make: Make) -> Assignment:
-        """The assignment of a file of this run, searched for if it is not there yet."""
-        target = self.run.path(path)
-        if not target.exists():
-            assignment, facts = make()
-            if facts:
-                assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
-            assignment.save(target)
-            if assignment.rounding is not None:  # saved, so what it would be resumed from can go
-                shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
-        return Assignment.load(target)
+    Args:
+        folder: of its logs.
+        window: tokens of a validation window.
+        statistics: of mor; None for plain linear layers.
+        with_digits: keep where MoR fell back, step by step, from its log.
+    """
+    measured = Losses.of(result.window_nll, window, 0.0).fields()
+    reasons = measured.pop("reasons")
+    if statistics is None:
+        reasons["fp8_tensor_share"] = "no MoR in this recipe"
+    digits = None
+    if with_digits:
+        header, log = read_log(folder / "mor.jsonl")
+        digits = fallback_digits(header["layers"], log)
+    mor: Mapping[str, Any] = statistics or {}
+    return TrainingRow(
+        recipe=recipe,
+        seed=seed,
+        folder=folder.name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        steps=result.steps,
+        train_tokens=result.tokens,
+        train_seconds=result.seconds,
+        tokens_per_second=result.tokens / result.seconds if result.seconds else None,
+        **measured,
+        loss_curve=loss_curve(folder),
+        fp8_tensor_share=mor.get("fp8_tensor_share"),
+        operands=mor.get("operands"),
+        products=mor.get("products"),
+        fallback_digits=digits,
+        reasons=reasons,
+    )

@@ -18,11 +18,12 @@ from torch import nn
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
-from dmx.formats import BlockFormat, get_block_format
+from dmx.formats import BF16, BlockFormat, get_block_format
 from dmx.models.loading import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
-from experiments.running.config import ConfigError
-from experiments.running.rows import row_label
+
+from .bench import Bench
+from .settings import ConfigError
 
 _CONFIGS = ("assignment.json", "hf_quant_config.json", "config.json")
 
@@ -55,14 +56,13 @@ class Source:
         except (AssignmentError, FormatError) as error:
             raise type(error)(f"{self.name}: {error}") from error
 
-    def label(self, assignment: Assignment) -> str:
-        """What tables call its rows."""
+    def origin(self, assignment: Assignment) -> str | None:
+        """What labels call its rows instead of the search; None where the assignment names one."""
         if self.files is not None:
             return f"files {self.files.resolve().name}"
-        found = assignment.search
-        return (
-            f"{found['tool']} config" if "tool" in found else row_label(found, Path(self.name).stem)
-        )
+        if tool := assignment.search.get("tool"):
+            return f"{tool} config"
+        return None if assignment.search.get("name") else Path(self.name).stem
 
 
 def read_source(name: str, setting: str) -> Source:
@@ -80,13 +80,13 @@ def read_source(name: str, setting: str) -> Source:
     files = None
     if path.is_dir():
         files = path if is_exported(path) else None
-        found = [path / config for config in _CONFIGS if (path / config).is_file()]
-        if not found:
+        configs = [path / name for name in _CONFIGS if (path / name).is_file()]
+        if not configs:
             raise AssignmentError(
                 f"{setting}={name}: the folder holds none of {', '.join(_CONFIGS)}. Give an exported "
                 "folder, an assignment.json, or another tool's config."
             )
-        path = found[0]
+        path = configs[0]
     body = _json_object(path)
     if body is None or "schema" in body:  # ours, or so damaged that ours says it best
         return Source(name, given=Assignment.load(path), files=files)
@@ -109,3 +109,23 @@ def check_files_dtype(sources: Iterable[Source], model: ModelConfig) -> None:
             f"model.dtype={model.dtype}: the files of {files} are read in bfloat16, and rows must be "
             "of one dtype. Set model.dtype=bfloat16."
         )
+
+
+def measure_source(
+    bench: Bench, source: Source, assignment: Assignment | None, uniform: SearchConfig, path: str
+) -> None:
+    """The rows of a source.
+
+    Args:
+        assignment: the source's own; None where it names one format for all layers.
+        uniform: settings of such a source: its transform.
+        path: keeps the assignment in the run's folder.
+    """
+    if source.uniform is BF16:
+        bench.unquantized()
+    elif source.uniform is not None:
+        bench.uniform(source.uniform, uniform)
+    else:
+        assert assignment is not None
+        with bench.weights_of(source.files):
+            bench.rows(path, lambda: (assignment, {}), origin=source.origin(assignment))

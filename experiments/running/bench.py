@@ -1,0 +1,235 @@
+"""A loaded model and its texts; every row of a run is measured on them."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mor
+from dmx.applying.layers import restore
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.budget import Budget
+from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
+from dmx.evaluate.perplexity import cut_windows
+from dmx.exporting import load_exported
+from dmx.formats import BlockFormat
+from dmx.models.loading import ModelConfig, load_model, max_positions
+from dmx.progress import Stopwatch
+from dmx.searching import SearchConfig, search, uniform_assignment
+from dmx.weights.gptq import GptqConfig, gptq
+
+from ..reporting.record import ModelFacts, Row, TextFacts
+from .measuring import measure_losses, measure_tasks
+from .provenance import windows_facts
+from .rows import make_row, method_of
+from .run import Run
+from .settings import CalibrationConfig, EvalConfig, EvaluationConfig
+
+Make = Callable[[], tuple[Assignment, dict[str, Any]]]
+"""Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
+
+
+def check_windows(
+    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig | None
+) -> None:
+    """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
+    for what is not used."""
+    for config in (calibration, evaluation):
+        if config is not None:
+            check_window(config.window, max_positions(meta.config))
+
+
+class Bench:
+    """Loads once; every row of a run uses the same evaluation windows, and every search with one
+    seed the same calibration batches. Every searched assignment has a row for each of `weights`.
+    With `safety="calibrated"` every quantized row is followed by one with mor's safety net around it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: ModelConfig,
+        data: DataPair,
+        evaluation: EvaluationConfig,
+        *,
+        calibration: CalibrationConfig | None,
+        measured: EvalConfig | None = None,
+        safety: str = "off",
+        weights: Sequence[str] = ("nearest",),
+        gptq: GptqConfig | None = None,
+    ) -> None:
+        self.run, self.calibration, self.evaluation = run, calibration, evaluation
+        self._model_config = model
+        self.measured, self.safety = measured or EvalConfig(), safety
+        self.weights, self.gptq = weights, gptq or GptqConfig()
+        # Texts first: a missing file must show before a model is loaded.
+        text = load_text(data.evaluation) if self.measured.perplexity else None
+        calibration_text = load_text(data.calibration) if calibration is not None else None
+        loaded = load_model(model, run.device)
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        run.model = ModelFacts.from_dict(loaded.provenance, "model")
+        if calibration_text is not None:
+            self._calibration_tokens = encode(self.tokenizer, calibration_text)
+            first = self.batches(0)
+            run.data["calibration"] = TextFacts(
+                name=calibration_text.name, source=calibration_text.source,
+                sha256=calibration_text.sha256, tokens=sum(b.numel() for b in first),
+                batches=len(first), batch_shape=tuple(first[0].shape),
+            )  # fmt: skip
+        self.tokens: Tensor | None = None
+        if text is not None:
+            tokens = encode(self.tokenizer, text)
+            if evaluation.max_windows is not None:
+                tokens = tokens[: evaluation.max_windows * evaluation.window]
+            # Refuse a text that does not fit before a search, not after it.
+            cut_windows(self.model, tokens, evaluation.window)
+            self.tokens = tokens
+            run.data["evaluation"] = windows_facts(text, tokens, evaluation.window)
+        dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
+
+    def batches(self, seed: int) -> list[Tensor]:
+        """Calibration batches of one seed: another seed draws other windows in another order."""
+        c = self.calibration
+        assert c is not None
+        return token_batches(
+            self._calibration_tokens,
+            c.window,
+            c.batch_size,
+            seed=c.seed + seed,
+            n_batches=c.batches,
+        )
+
+    @contextlib.contextmanager
+    def weights_of(self, folder: Path | None) -> Iterator[None]:
+        """Rows are measured on the weights of an exported folder meanwhile, as its bytes give
+        them; None changes nothing."""
+        if folder is None:
+            yield
+            return
+        own = self.model
+        attention = self._model_config.attn_implementation
+        files = load_exported(folder, device=self.run.device, attn_implementation=attention)
+        self.model = restore(files.model)
+        try:
+            yield
+        finally:
+            self.model = own
+
+    # --- what a row can be ---------------------------------------------------------------------
+
+    def unquantized(self) -> None:
+        """The row of the model as it is."""
+        self.run.row("bf16", lambda: self._measured(None, "W+A", None, None))
+
+    def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
+        """Rows of one format everywhere."""
+        made: Make = lambda: (uniform_assignment(self.model, block_format, config), {})  # noqa: E731
+        self.rows(f"uniform-{block_format}.json", made, guarded=False)
+
+    def searched(
+        self, config: SearchConfig, budget: Budget, *, name: str, folder: str = ""
+    ) -> None:
+        """Rows of one search. Its files: `name`.json and, if it takes steps or is polished, its
+        history, in `folder` of the run's folder."""
+
+        def make() -> tuple[Assignment, dict[str, Any]]:
+            cuda = self.run.device.type == "cuda"
+            if cuda:
+                torch.cuda.reset_peak_memory_stats(self.run.device)
+            leaves_files = config.name == "differentiable" or config.polish_rounds > 0
+            result = search(
+                self.model, self.batches(config.seed), budget, config,
+                folder=self.run.path(folder) if leaves_files else None,
+                score_folder=self.run.path("scores"),
+            )  # fmt: skip
+            facts: dict[str, Any] = {"seconds": result.seconds}
+            if result.polish:
+                facts["kl"] = result.polish[-1]["kl"]
+            if config.name == "differentiable":
+                facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
+            if cuda:
+                facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
+            return result.assignment, facts
+
+        stem = f"{folder}/{name}" if folder else name
+        for weights in self.weights:
+            if weights == "nearest":
+                self.rows(f"{stem}.json", make)
+            else:
+                changed: Make = lambda: (self._rounded(stem, make, config.seed), {})  # noqa: E731
+                self.rows(f"{stem}.{weights}.json", changed)
+
+    def _rounded(self, stem: str, make: Make, seed: int) -> Assignment:
+        """The assignment of a search with its weights rounded by GPTQ."""
+        clock, config = Stopwatch(), self.gptq
+        rounded = gptq(
+            self.model, self._saved(f"{stem}.json", make), self.batches(seed)[: config.batches],
+            damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
+            folder=self.run.path(f"{stem}.gptq"),
+        )  # fmt: skip
+        facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
+        return dataclasses.replace(rounded, rounding=facts)
+
+    def rows(
+        self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True
+    ) -> None:
+        """Rows of one assignment, which is kept under `path` of the run's folder: one for each
+        of `evaluation.quantized`, and one more with the safety net where it is on.
+
+        Args:
+            origin: what labels call the assignment instead of its search.
+            guarded: whether the safety net can be around it.
+        """
+        key = path.removesuffix(".json").replace("/", "-")
+        for quantized in self.evaluation.quantized:
+            for net in (False, True) if self.safety != "off" and guarded else (False,):
+
+                def measured(quantized: str = quantized, net: bool = net) -> Row:
+                    assignment = self._saved(path, make)
+                    guard = self._net(assignment, path) if net else None
+                    return self._measured(assignment, quantized, path, guard, origin)
+
+                self.run.row(f"{key}-{quantized}{'-net' if net else ''}", measured)
+
+    # -------------------------------------------------------------------------------------------
+
+    def _measured(
+        self, assignment: Assignment | None, quantized: str, path: str | None,
+        net: mor.SafetyNet | None, origin: str | None = None,
+    ) -> Row:  # fmt: skip
+        method = method_of(assignment, quantized=quantized, net=net is not None, origin=origin)
+        common: Any = {"inputs": quantized == "W+A", "label": method.label, "safety": net}
+        losses = measure_losses(self.model, self.tokens, self.evaluation, assignment, **common)
+        report = None if net is None else net.report()
+        folder = self.run.path("zero_shot")
+        tasks = measure_tasks(
+            self.model, self.tokenizer, self.measured, assignment, folder=folder, **common
+        )
+        return make_row(method, assignment, losses, path=path, tasks=tasks, safety=report)
+
+    def _net(self, assignment: Assignment, path: str) -> mor.SafetyNet:
+        """The net calibrated for an assignment, kept beside it; its counters start at zero."""
+        target = self.run.path(path.removesuffix(".json") + ".safety.json")
+        if target.exists():
+            return mor.SafetyNet.load(target)
+        net = mor.SafetyNet.calibrate(self.model, assignment, self.batches(0))
+        net.save(target)
+        return net
+
+    def _saved(self, path: str, make: Make) -> Assignment:
+        """The assignment of a file of this run, searched for if it is not there yet."""
+        target = self.run.path(path)
+        if not target.exists():
+            assignment, facts = make()
+            if facts:
+                assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
+            assignment.save(target)
+            if assignment.rounding is not None:  # saved, so what it would be resumed from can go
+                shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
+        return Assignment.load(target)

@@ -1,0 +1,162 @@
+"""From the command line to dataclasses: what Hydra composes is checked and built here.
+
+Every field of a command's schema is registered with its defaults, those of the library's dataclasses
+too, so that each can be set on the command line and an unknown one is an error. Types and ranges are
+checked when the dataclasses are built, before anything is loaded.
+"""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from dmx.formats import check_choice
+
+from .settings import CONFIGS, ConfigError
+
+_OWN_NAMES = {
+    "model": "model.id=<hub name or folder>",
+    "budget": "budget.limit=<bits>",
+    "data": "data=files data.calibration.files=[...] data.evaluation.files=[...]",
+}
+"""Groups whose files are examples -> how to give one's own."""
+RENAMED = {
+    "evaluation.operands": "evaluation.quantized",
+    "search.operands": "search.choices",
+    "rounding": "weights",
+}
+"""Settings of earlier versions -> what they are called now."""
+
+_T = TypeVar("_T")
+
+
+def check_overrides(arguments: Sequence[str], command: str) -> None:
+    """Refuse, in a sentence, what Hydra answers with pages: files of configs/ that do not exist, settings
+    under an earlier name, and one budget for a comparison.
+
+    Raises:
+        ConfigError, FormatError
+    """
+    for argument in arguments:
+        key, has_value, value = argument.lstrip("+~").partition("=")
+        if has_value:
+            _check_renamed(key, value)
+    elsewhere = ("--config", "-cd", "-cp", "-cn", "hydra.searchpath")
+    if any(a.lstrip("+").startswith(elsewhere) for a in arguments):
+        return  # other files than ours
+    for argument in arguments:
+        group, has_value, value = argument.partition("=")
+        if command == "compare" and group.split(".")[0] == "budget":
+            raise ConfigError(f"{argument}: experiments.compare takes several: budgets=[4.5,5]")
+        if not has_value or not (CONFIGS / group).is_dir() or set("($") & set(value):
+            continue
+        known = tuple(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
+        for name in value.strip("[]'\"").split(","):
+            name = name.strip(" '\"").removeprefix("./").removesuffix(".yaml")
+            if name in ("", "null", *known):
+                continue
+            if group in _OWN_NAMES:
+                raise ConfigError(
+                    f"{group}={name} is no file of configs/{group}. For your own: {_OWN_NAMES[group]}. "
+                    f"Files: {', '.join(known)}."
+                )
+            check_choice(name, known, group)
+
+
+def _check_renamed(setting: str, value: Any) -> None:
+    if new := RENAMED.get(setting):
+        raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {new}={value}")
+
+
+def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
+    """A dataclass from composed values; nested ones too.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong type; says which and what is allowed.
+    """
+    hints = get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in node.items():
+        path = f"{setting}.{key}" if setting else key
+        if key not in names:
+            _check_renamed(path, value)
+        check_choice(key, tuple(names), f"{setting or 'config'} key")
+        hint = hints[key]
+        nested = next((o for o in (hint, *get_args(hint)) if dataclasses.is_dataclass(o)), None)
+        if nested is not None and isinstance(value, dict):
+            values[key] = build(nested, value, path)  # type: ignore[arg-type]
+        elif _fits(value, hint):
+            values[key] = value
+        elif get_origin(hint) is Literal:
+            check_choice(value, get_args(hint), path)
+        else:
+            shown = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
+            way_out = (
+                f": {path}=[{value}]" if get_origin(hint) is list and _fits([value], hint) else ""
+            )
+            raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}{way_out}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{setting or 'config'}: {', '.join(missing)} not set")
+    return cls(**values)
+
+
+def build_root(cls: type[_T], cfg: DictConfig) -> _T:
+    """A command's schema from all that was composed; what belongs to Hydra alone is left out.
+
+    Raises:
+        ConfigError: as `build`.
+    """
+    node = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(node, dict)
+    known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return build(cls, {str(k): v for k, v in node.items() if k in known or k in RENAMED})
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a plain value fits a type hint made of scalars, lists, dicts, Literals and None."""
+    origin = get_origin(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, option) for option in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(v, get_args(hint)[1]) for v in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """Field -> default, as plain values; fields of dataclasses hold those of their fields. Scalars
+    without a default must come from a file or the command line."""
+    node: dict[str, Any] = {}
+    hints = get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if value is not dataclasses.MISSING:
+            node[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        elif isinstance(hints[f.name], type) and dataclasses.is_dataclass(hints[f.name]):
+            node[f.name] = defaults(hints[f.name])
+    return node
+
+
+def register(command: str, schema: type) -> None:
+    """The fields of a command's schema with their defaults, as the first entry of its root config."""
+    ConfigStore.instance().store(name=f"_{command}", node=defaults(schema), package="_global_")

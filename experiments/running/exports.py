@@ -1,0 +1,168 @@
+"""An export: what is refused before it, the files, and what its record says of them."""
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+import dmx
+from dmx.assignment.assignment import Assignment
+from dmx.data.texts import Text, encode
+from dmx.exporting import Exported, check_export, check_new, check_target
+from dmx.formats import BF16
+from dmx.models.loading import ModelConfig, load_model, meta_model
+
+from ..reporting.record import ExportFacts, ModelFacts, Row, Verdict
+from .provenance import windows_facts
+from .rows import Losses, make_row, method_of
+from .run import Run
+from .settings import ConfigError
+from .sources import Source, read_source
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written for whom, and how it is proven."""
+
+    target: str
+    profile: str | None
+    inputs: bool
+    verify: bool
+    max_shard_gigabytes: float
+    windows: int
+    window: int
+
+    @property
+    def _target(self) -> dict[str, Any]:
+        """Arguments of the library."""
+        names = ("target", "profile", "inputs", "verify")
+        return {name: getattr(self, name) for name in names}
+
+    def check(
+        self, model: ModelConfig, assignment: str, folder: str | None, run_folder: str
+    ) -> Source:
+        """Refuse what cannot be exported before weights load.
+
+        Raises:
+            ConfigError: the assignment gives no formats. DmxError: as the library says.
+        """
+        source = read_source(assignment, "assignment")
+        if source.uniform is BF16 or source.files is not None:
+            raise ConfigError(
+                f"assignment={assignment} gives no formats to quantize this model to. Give an "
+                "assignment.json or an MX format."
+            )
+        if folder and not Path(run_folder, "record.json").exists():
+            check_new(Path(folder))
+        if isinstance(source.given, Assignment):
+            check_target(source.given, **self._target)
+        meta = meta_model(model)
+        check_export(meta, source.on(meta), Path(folder or run_folder), **self._target)
+        return source
+
+    def write(
+        self, run: Run, model: ModelConfig, source: Source, text: Text | None, folder: str | None
+    ) -> Exported:
+        """The files, and all that the run's record says but its verdict.
+
+        Args:
+            text: the evaluation text, whose first windows are compared; None = tokens of no text.
+            folder: receives the files; None = `model` in the run's folder.
+        """
+        target = Path(folder) if folder else run.path("model")
+        if not folder:
+            shutil.rmtree(target, ignore_errors=True)  # of a start that died before its record
+        loaded = load_model(model, run.device)
+        tokens = None if text is None else self._windows(encode(loaded.tokenizer, text))
+        assignment = source.on(loaded.model)
+        done = dmx.export(
+            loaded.model, assignment, target, tokenizer=loaded.tokenizer, tokens=tokens,
+            max_shard_bytes=int(self.max_shard_gigabytes * 1e9), **self._target,
+        )  # fmt: skip
+        # After the export, so that one that fails leaves a folder which a corrected command may use.
+        assignment.save(run.path("assignment.json"))
+        run.model = ModelFacts.from_dict(loaded.provenance, "model")
+        run.export = export_facts(done, assignment)
+        if text is not None and tokens is not None:
+            run.data["evaluation"] = windows_facts(text, tokens, self.window)
+        run.actual = actual_settings(done, loaded.model)
+        run.rows += export_rows(done, assignment, self.windows)
+        return done
+
+    def _windows(self, stream: Tensor) -> Tensor:
+        """(windows, window) int64, the first of the text."""
+        count = self.windows * self.window
+        if len(stream) < count:
+            raise ConfigError(
+                f"windows={self.windows} of window={self.window} need {count} tokens, the "
+                f"evaluation text has {len(stream)}. Lower one of them."
+            )
+        return stream[:count].reshape(self.windows, self.window)
+
+
+def export_facts(done: Exported, assignment: Assignment) -> ExportFacts:
+    """Of the record."""
+    return ExportFacts(
+        target=done.target,
+        profile=done.profile,
+        inputs=done.inputs,
+        formats=dict(Counter(assignment.formats.values())),
+        input_rule=done.input_rule,
+        bytes=done.bytes or None,
+        verification=None if done.verification is None else done.verification.to_dict(),
+    )
+
+
+def actual_settings(done: Exported, model: nn.Module) -> dict[str, Any]:
+    """What ran, under the names of the settings."""
+    parameter = next(model.parameters())
+    actual: dict[str, Any] = {
+        "target": done.target, "inputs": done.inputs, "profile": done.profile,
+        "run": {"device": str(parameter.device)},
+        "model": {"dtype": str(parameter.dtype).removeprefix("torch.")},
+    }  # fmt: skip
+    if done.bytes:  # names alone are not loaded
+        actual["verify"] = done.verification is not None
+    return actual
+
+
+def export_rows(done: Exported, assignment: Assignment, windows: int) -> list[Row]:
+    """Rows of the model in memory and of the files, as the fresh process measured them.
+
+    Args:
+        windows: of the evaluation text that were compared; 0 = tokens of no text, whose perplexity
+            means nothing.
+    """
+    checked = done.verification
+    rows = []
+    for origin in ("fake-quantized", "exported files"):
+        losses = Losses.none("no text was compared: windows=0")
+        if windows and checked is not None:
+            loss = checked.reference_loss if origin == "fake-quantized" else checked.loss
+            losses = Losses(loss, checked.tokens - windows, windows, None)
+        quantized = "W+A" if done.inputs else "W"
+        method = method_of(assignment, quantized=quantized, origin=origin)
+        rows.append(make_row(method, assignment, losses, path="assignment.json"))
+    return rows
+
+
+def export_verdict(done: Exported) -> Verdict:
+    """What loading the files again showed."""
+    name = f"{done.target}{f', profile {done.profile}' if done.profile else ''}"
+    checked = done.verification
+    if checked is None:
+        text = f"Written for {name}; not loaded again." if done.bytes else f"Names for {name}."
+        return Verdict(text=text)
+    loaded = f"Written for {name}, loaded by {checked.loader} in a fresh process:"
+    if checked.equal:
+        return Verdict(
+            text=f"{loaded} logits of {checked.tokens} tokens equal the fake-quantized model's bit "
+            "for bit."
+        )
+    return Verdict(
+        text=f"{loaded} with inputs quantized by its rule, logits of {checked.tokens} tokens differ by "
+        f"up to {checked.max_difference:.4g}, KL {checked.kl:.3e} nats/token."
+    )

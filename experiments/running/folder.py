@@ -1,0 +1,90 @@
+"""The folder of a run: taken by one command, and what a failed one leaves in it."""
+
+import fcntl
+import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dmx.errors import RunError
+from dmx.files import temporary_prefix, write_json, write_text
+
+from .provenance import time_text
+
+CONFIG_FILE = "config.yaml"
+ERROR_FILE = "error.json"
+"""What a failed run leaves; a new start of the same run takes it away."""
+
+
+class FolderTaken(RunError):
+    """The run's folder holds something else; nothing may be written there."""
+
+
+def claim(folder: Path, config_yaml: str) -> None:
+    """Take a new folder, one that the same settings began, or one whose run failed before it
+    left anything but its error.
+
+    Raises:
+        RunError: the folder holds another run, or cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):  # of commands that start at once one takes the folder
+            _claim_locked(folder, config_yaml)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"run.folder={folder} cannot be read or written ({why}). Choose another folder."
+        ) from error
+
+
+def _claim_locked(folder: Path, config_yaml: str) -> None:
+    path = folder / CONFIG_FILE
+    held = {
+        p.name for p in folder.iterdir()
+        if not p.name.startswith(temporary_prefix(path))  # of a start that was killed
+    }  # fmt: skip
+    settings = path.read_text() if path.exists() else None
+    if held == {CONFIG_FILE, ERROR_FILE}:
+        settings, held = None, set()
+    if settings is None:
+        if held - {ERROR_FILE}:
+            raise FolderTaken(
+                f"run.folder={folder} is not empty and holds no run of this project. Choose "
+                "another folder."
+            )
+        write_text(path, config_yaml)
+    elif settings != config_yaml:
+        raise FolderTaken(
+            f"run.folder={folder} holds another run (its config.yaml differs). Choose another "
+            "folder, or delete that one."
+        )
+    (folder / ERROR_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time; where the file system has no locks, all."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_free_for(folder: Path, config_yaml: str) -> bool:
+    """Whether the folder's settings are these, or none are there: another's are another run's, and
+    so is the folder."""
+    path = folder / CONFIG_FILE
+    return not path.exists() or (path.is_file() and path.read_bytes() == config_yaml.encode())
+
+
+def write_error(folder: Path, command: str, error: Exception) -> None:
+    """Leave what went wrong in the folder of a run, for `compare collect=`."""
+    write_json(folder / ERROR_FILE, {
+        "command": command, "error": f"{type(error).__name__}: {error}",
+        "time": time_text(), "traceback": traceback.format_exc(),
+    })  # fmt: skip

@@ -1,0 +1,139 @@
+"""A command from the outside: Hydra's main, one clear line for an error, no Ctrl-C that is lost."""
+
+import _thread
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from dmx.errors import DmxError
+
+from .composing import check_overrides, register
+from .folder import FolderTaken, is_free_for, write_error
+from .settings import CONFIGS
+
+console = Console(stderr=True)
+
+
+def entry_point(
+    command: str, schema: type
+) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
+    """Decorator: a Hydra main whose users see one clear line for an error they can mend.
+
+    Exit code 2 for such errors, 130 for Ctrl-C; in a sweep they are raised, so that the sweep
+    records them and goes on.
+
+    Args:
+        command: name of the root config.
+        schema: dataclass of all its settings.
+    """
+    register(command, schema)
+
+    def decorate(task: Callable[[DictConfig], Any]) -> Callable[[], None]:
+        # Launchers send this closure to other processes by value, so it names nothing but
+        # functions that can be sent by name.
+        @functools.wraps(task)
+        def guarded(cfg: DictConfig) -> Any:
+            return _guard(task, command, cfg)
+
+        composed: Callable[[], None] = hydra.main(
+            version_base="1.3", config_path=str(CONFIGS), config_name=command
+        )(guarded)
+
+        def main() -> None:
+            try:
+                check_overrides(sys.argv[1:], command)
+            except DmxError as error:
+                _refuse(error)
+            with no_lost_interrupts():
+                composed()
+
+        return main
+
+    return decorate
+
+
+def is_sweep() -> bool:
+    """Whether this run is one of several that Hydra starts."""
+    return bool(HydraConfig.get().mode == RunMode.MULTIRUN)
+
+
+def sweep_folder() -> Path:
+    """Of this run of a sweep."""
+    return Path(HydraConfig.get().runtime.output_dir)
+
+
+def with_folder(cfg: DictConfig, folder: Path) -> DictConfig:
+    """The settings as the run of a sweep writes them down."""
+    merged = OmegaConf.merge(cfg, {"run": {"folder": str(folder)}})
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> Any:
+    try:
+        return stopping_at_an_interrupt(task, cfg)
+    except Exception as error:
+        if is_sweep():
+            folder = sweep_folder()
+            settings = OmegaConf.to_yaml(with_folder(cfg, folder), resolve=True)
+            if is_free_for(folder, settings) and not isinstance(error, FolderTaken):
+                write_error(folder, command, error)
+            raise
+        if not isinstance(error, DmxError):
+            raise
+        _refuse(error)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command in the same run.folder goes on from here")
+        sys.exit(130)
+
+
+def stopping_at_an_interrupt(task: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
+    """The task, whose Ctrl-C stays one where a library's cleaning up fails because of it."""
+    try:
+        return task(cfg)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+@contextmanager
+def no_lost_interrupts() -> Iterator[None]:
+    """Raise a Ctrl-C once more that came while some object was being deleted: Python drops those."""
+    usual = sys.unraisablehook
+    timers: list[threading.Timer] = []
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            # Later, for what this hook itself raises is dropped too.
+            timers.append(threading.Timer(0.05, _thread.interrupt_main))
+            timers[-1].start()
+        else:
+            usual(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+        for timer in timers:
+            timer.cancel()  # the run has ended anyway
+
+
+def _refuse(error: DmxError) -> NoReturn:
+    console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
+    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    sys.exit(2)

@@ -1,0 +1,97 @@
+"""What a row measures: losses on a text, and accuracy on zero-shot tasks."""
+
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dmx.applying.layers import Safety, apply, restore
+from dmx.assignment.assignment import Assignment
+from dmx.evaluate.harness import NonFiniteError, ZeroShot
+from dmx.evaluate.perplexity import window_losses
+
+from ..reporting.record import TaskResult
+from .rows import Losses, Tasks
+from .settings import EvalConfig, EvaluationConfig
+
+
+def measure_losses(
+    model: nn.Module,
+    tokens: Tensor | None,
+    config: EvaluationConfig,
+    assignment: Assignment | None,
+    *,
+    inputs: bool,
+    label: str,
+    safety: Safety | None = None,
+) -> Losses:
+    """Losses of a model under an assignment.
+
+    Args:
+        tokens: 1-d int64, all of which are measured; None = not asked for.
+        assignment: applied for the measurement; None = the model as it is.
+        inputs: quantize inputs, too.
+        label: named while it goes on.
+        safety: guards the quantizers at run time.
+    """
+    start = time.perf_counter()
+    if tokens is None:
+        return Losses.none("not asked for", time.perf_counter() - start)
+    if assignment is not None:
+        apply(model, assignment, inputs=inputs, safety=safety, cache_weights=True)
+    try:
+        losses = window_losses(
+            model, tokens, window=config.window, batch_size=config.batch_size, label=label
+        )
+    finally:
+        if assignment is not None:
+            restore(model)
+    return Losses.of(losses, config.window, time.perf_counter() - start)
+
+
+@functools.lru_cache(maxsize=1)
+def _harness(
+    tokenizer: Any, tasks: tuple[str, ...], limit: int | None, batch_size: int | str, folder: Path
+) -> ZeroShot:
+    """One for all rows of a run: tasks are read and encoded once."""
+    return ZeroShot(tokenizer, tasks, limit=limit, batch_size=batch_size, cache_folder=folder)
+
+
+def measure_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    config: EvalConfig,
+    assignment: Assignment | None,
+    *,
+    inputs: bool,
+    label: str,
+    folder: Path,
+    safety: Safety | None = None,
+) -> Tasks:
+    """Accuracy of a model under an assignment, on the tasks of `config`; arguments as
+    `measure_losses`.
+
+    Args:
+        folder: of results that are kept, where `config` names none.
+    """
+    if not config.zero_shot:
+        return Tasks()
+    start = time.perf_counter()
+    if config.cache_folder:
+        folder = Path(config.cache_folder)
+    harness = _harness(tokenizer, tuple(config.tasks), config.limit, config.batch_size, folder)
+    if assignment is not None:
+        apply(model, assignment, inputs=inputs, safety=safety, cache_weights=True)
+    try:
+        results = {
+            name: TaskResult.from_dict(result, name)
+            for name, result in harness.evaluate(model, label=label).items()
+        }
+    except NonFiniteError as error:
+        return Tasks(None, time.perf_counter() - start, str(error))
+    finally:
+        if assignment is not None:
+            restore(model)
+    return Tasks(results, time.perf_counter() - start)

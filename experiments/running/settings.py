@@ -1,0 +1,147 @@
+"""Settings that several commands share, and their checks. The dataclasses of the library are used as
+they are; each command's own schema is beside its entry point."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmx.errors import DmxError
+from dmx.evaluate.harness import TASKS, check_settings
+from dmx.formats import check_choice
+
+from ..reporting.record import HEURISTICS, QUANTIZED
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+"""Of a clone beside `experiments`, of an installed package inside it."""
+SAFETY = ("off", "calibrated")
+BASELINES = ("bf16", "uniform", *HEURISTICS)
+"""Of a search; the first two of a comparison."""
+
+
+class ConfigError(DmxError):
+    """A setting that no single dataclass can refuse: wrong type, or at odds with another."""
+
+
+def check_at_least(setting: str, value: int, low: int) -> None:
+    """Raise ConfigError for a value below the smallest that makes sense."""
+    if value < low:
+        raise ConfigError(f"{setting}={value} must be at least {low}")
+
+
+def check_each(setting: str, values: list[Any], allowed: tuple[Any, ...]) -> None:
+    """Raise FormatError for the first of `values` that is not allowed."""
+    for value in values:
+        check_choice(value, allowed, setting)
+
+
+def check_some(setting: str, values: list[Any], allowed: tuple[str, ...]) -> None:
+    """As `check_each`; ConfigError where there is none."""
+    if not values:
+        ways = ", ".join(f"{setting}=[{value}]" for value in allowed)
+        raise ConfigError(f"{setting} is empty: {ways} or several")
+    check_each(setting, values, allowed)
+
+
+@dataclass(kw_only=True)
+class CalibrationConfig:
+    """How calibration text becomes batches; every search of a run sees the same ones."""
+
+    window: int = 1024
+    """tokens a row"""
+    batch_size: int = 4
+    """rows a batch"""
+    batches: int | None = None
+    """Keep the first so many after the shuffle; null = all that the text gives."""
+    seed: int = 0
+    """Order in which windows are drawn from the text."""
+
+    def __post_init__(self) -> None:
+        check_at_least("calibration.window", self.window, 2)
+        check_at_least("calibration.batch_size", self.batch_size, 1)
+        if self.batches is not None:
+            check_at_least("calibration.batches", self.batches, 1)
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """How results are measured."""
+
+    window: int = 2048
+    """tokens a window"""
+    batch_size: int = 8
+    """windows at once"""
+    max_windows: int | None = None
+    """Keep the first so many windows; null = the whole text."""
+    quantized: list[str] = field(default_factory=lambda: ["W+A"])
+    """W+A: weights and inputs quantized. W: weights only."""
+
+    def __post_init__(self) -> None:
+        check_at_least("evaluation.window", self.window, 2)
+        check_at_least("evaluation.batch_size", self.batch_size, 1)
+        if self.max_windows is not None:
+            check_at_least("evaluation.max_windows", self.max_windows, 1)
+        check_each("evaluation.quantized", self.quantized, QUANTIZED)
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """What is measured on every row."""
+
+    perplexity: bool = True
+    """On the evaluation text."""
+    zero_shot: bool = False
+    """Accuracy on `tasks`, through lm-eval."""
+    tasks: list[str] = field(default_factory=lambda: list(TASKS))
+    """lm-eval's names of multiple-choice tasks."""
+    limit: int | None = None
+    """Keep the first so many items of each task; null = all."""
+    batch_size: int | str = "auto"
+    """Requests at once; auto = as many as fit."""
+    cache_folder: str | None = None
+    """Where results are kept under a hash of what they depend on; null = zero_shot in the run
+    folder. Runs that share a folder share results."""
+
+    def __post_init__(self) -> None:
+        if not (self.perplexity or self.zero_shot):
+            raise ConfigError(
+                "eval.perplexity=false and eval.zero_shot=false measure nothing; set one of them"
+            )
+        if self.zero_shot:
+            check_settings(self.tasks, self.limit, self.batch_size)
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """Where and on what a run runs."""
+
+    folder: str = ""
+    """Receives everything; a run that died goes on in the same folder."""
+    device: str = "auto"
+    """auto | cpu | cuda | cuda:N. auto takes a GPU if there is one, and the record says which."""
+    threads: int | None = None
+    """CPU threads of torch; null = its own choice."""
+
+    def __post_init__(self) -> None:
+        if self.threads is not None:
+            check_at_least("run.threads", self.threads, 1)
+
+    def torch_device(self) -> torch.device:
+        """The device; ConfigError if the asked one is not there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            what = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"run.device={self.device!r}: {what}. Use auto, cpu or cuda."
+            ) from error
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(
+                f"run.device={self.device!r} is not supported. Use auto, cpu or cuda."
+            )
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"run.device={self.device}: no CUDA device here. Use run.device=cpu.")
+        return device
