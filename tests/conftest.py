@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dmx.models.loading import LoadedModel, ModelConfig, TinyConfig, load_model
+from experiments.reporting.record import Record
 
 torch.set_num_threads(1)  # workers side by side would fight over the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -98,6 +99,12 @@ def tiny_random(make_tiny: MakeTiny) -> LoadedModel:
 def tiny_trained(make_tiny: MakeTiny) -> LoadedModel:
     """Trained for a few seconds: its layers differ in how much a format hurts."""
     return make_tiny("llama", train_steps=300)
+
+
+@pytest.fixture
+def record_of():
+    """The record of a run's folder, read as strictly as a report reads it."""
+    return lambda folder: Record.load(folder / "record.json")
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """Imports point one way: parsed from the source, imports inside functions included."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,10 +102,65 @@ def test_mor_takes_dmx_through_its_base_alone():
             assert name == "mor._base" or "dmx" not in roots, name
 
 
+FLOORS = ("dmx", "mor", "experiments.reporting", "experiments.running", "experiments")
+"""From the ground up; the last one holds the entry points. Higher may know lower, never the reverse."""
+
+
+def floor(module):
+    """Index in FLOORS; None for other packages."""
+    named = [i for i, name in enumerate(FLOORS) if f"{module}.".startswith(f"{name}.")]
+    return min(named, default=None)
+
+
+def test_the_floors_are_told_apart():
+    names = ("dmx.formats", "mor", "experiments.reporting.record", "experiments.running", "torch")
+    assert [floor(name) for name in names] == [0, 1, 2, 3, None]
+    assert floor("experiments.search") == floor("experiments") == 4
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if n.startswith("experiments.")])
+def test_experiments_import_from_their_floor_and_below_by_relative_names(name):
+    for target in GRAPH[name]:
+        assert floor(target) is None or floor(target) <= floor(name), f"{name} imports {target}"
+    text = KNOWN[name].read_text()
+    # The same files are installed as dmx.experiments.
+    assert not re.search(r"^\s*(from|import) experiments\b", text, re.MULTILINE), name
+
+
+def test_entry_points_do_not_know_each_other():
+    entries = {n for n in KNOWN if floor(n) == 4 and n != "experiments"}
+    assert {"experiments.search", "experiments.train_mor"} <= entries
+    for name in entries:
+        assert not GRAPH[name] & entries, name
+
+
+def test_reports_and_training_rows_know_no_hydra_and_records_no_torch():
+    for name, targets in GRAPH.items():
+        roots = {t.split(".")[0] for t in targets}
+        if floor(name) != 2:
+            continue
+        assert not roots & {"hydra", "omegaconf"}, name
+        if name.endswith(".record"):
+            assert not roots & {"torch", "matplotlib", "mor"}
+            assert {t for t in targets if t.startswith("dmx")} <= {"dmx.errors", "dmx.files"}
+
+
 def test_only_the_entry_points_know_hydra_and_nobody_knows_them():
     for name, targets in GRAPH.items():
         if not name.startswith("experiments"):
             assert not {t for t in targets if t.split(".")[0] in ("hydra", "experiments")}, name
+
+
+@pytest.mark.parametrize("name", ["search", "compare", "evaluate", "export", "train_mor"])
+def test_an_entry_point_is_under_a_hundred_lines_with_its_schema(name):
+    text = (ROOT / "experiments" / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 100 and "@dataclass" in text
+
+
+@pytest.mark.parametrize("module", ["search", "compare", "evaluate", "train_mor"])
+def test_nothing_that_draws_is_imported_before_something_is_drawn(module):
+    code = f"import sys, experiments.{module}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_no_imports_go_in_a_circle():

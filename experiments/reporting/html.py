@@ -1,13 +1,16 @@
 """HTML that escapes by default, and the shell that every report page has."""
 
+from __future__ import annotations
+
 import html
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.figure import Figure
+from .plots.canvas import figure_uri
 
-from experiments.reporting.plots import figure_uri
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLESHEET = Path(__file__).with_name("report.css")
 _VOID = ("img", "br", "meta")

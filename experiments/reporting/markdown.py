@@ -13,5 +13,6 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     ]
 
 
-def met(reached: bool) -> str:
-    return "met" if reached else "missed"
+def met(is_met: bool) -> str:
+    """The word of a verdict."""
+    return "met" if is_met else "missed"

@@ -1,12 +1,15 @@
 """Sections of a report on what was asked, what ran, and where."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from experiments.reporting.html import Html, el, scroll_table
-from experiments.reporting.reading import Record
-from experiments.reporting.tables import bytes_text, seconds_text
+from .html import Html, el, scroll_table
+from .record import Record
+from .texts import bytes_text, seconds_text
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -31,7 +34,7 @@ _OPEN = (None, "auto")
 
 def asked_and_ran(record: Record) -> Html | None:
     """Every setting, and beside it what the run saw of it; those that it did not check have a –."""
-    requested, actual = flatten(record.get("requested") or {}), flatten(record.get("actual") or {})
+    requested, actual = flatten(record.requested), flatten(record.actual)
     requested.pop("", None), actual.pop("", None)
     keys = dict.fromkeys((*requested, *actual))
     if not keys:
@@ -57,17 +60,17 @@ def asked_and_ran(record: Record) -> Html | None:
 
 
 def environment(record: Record) -> Html:
-    pairs: dict[str, Any] = {key: record.get(key) for key in ("command", "started", "finished")}
-    if record.get("wall_seconds") is not None:
-        pairs["wall time"] = seconds_text(record["wall_seconds"])
-    peak = record.get("peak_memory_bytes")
-    pairs["peak memory"] = (
-        bytes_text(peak) if peak is not None else record.get("peak_memory_bytes_reason")
-    )
-    seeds = sorted({row["seed"] for row in record["results"] if row.get("seed") is not None})
-    pairs["seed"] = seeds if len(seeds) > 1 else record.get("seed")
+    """Command, times, memory, seeds, device, model, texts and versions."""
+    pairs: dict[str, Any] = {
+        "command": record.command, "started": record.started, "finished": record.finished,
+        "wall time": seconds_text(record.wall_seconds),
+        "peak memory": bytes_text(record.peak_memory_bytes),
+    }  # fmt: skip
+    seeds = sorted({row.seed for row in record.results if row.seed is not None})
+    pairs["seed"] = seeds if len(seeds) > 1 else record.seed
+    parts = asdict(record)
     for key in ("device", "model", "data", "versions"):
-        pairs |= flatten(record.get(key) or {}, key)
+        pairs |= flatten(parts[key], key)
     rows = (
         el("tr", el("th", key, scope="row"), el("td", "–" if value is None else _value_text(value)))
         for key, value in pairs.items()

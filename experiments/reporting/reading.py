@@ -1,5 +1,7 @@
 """Files of a run folder as a report needs them: record, history, offsets, assignments."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from dmx.errors import RunError
-from experiments.reporting.results import Group
 
-Record = Mapping[str, Any]
+from .groups import Group
+from .record import Limit, Record, Row, read_json
 
-_HISTORY_KEYS = (
+HISTORY_COLUMNS = (
     "step", "temperature", "loss", "soft_bits", "hard_bits", "projected_bits",
     "soft_loss", "hard_loss", "projected_loss",
 )  # fmt: skip
+Assignments = Mapping[str, Mapping[str, Any]]
+"""Path in the run's folder -> the assignment's file."""
 
 
 @dataclass(frozen=True)
@@ -30,31 +34,16 @@ class SearchTrace:
     """(steps + 1, units) float32."""
     units: list[str]
     assignment: Mapping[str, Any] | None
-    budget: tuple[float, str] | None
+    budget: Limit | None
 
 
-def read_record(folder: Path) -> dict[str, Any]:
+def read_record(folder: Path) -> Record:
     """`record.json` of a run folder.
 
     Raises:
-        RunError: there is none, it is not JSON, or it has another schema.
+        RunError: there is none, or it is none of this version.
     """
-    record = _read_json(folder / "record.json", "a finished run leaves one; finish the run first")
-    if record.get("schema") != "dmx.record/1":
-        raise RunError(
-            f"{folder / 'record.json'}: schema is {record.get('schema')!r}, this version reads "
-            "'dmx.record/1'. Write the report with the version that made the run."
-        )
-    return record
-
-
-def _read_json(path: Path, way_out: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise RunError(f"{path} does not exist: {way_out}.") from None
-    except (ValueError, TypeError) as error:
-        raise RunError(f"{path} is not a JSON object ({error}): {way_out}.") from error
+    return Record.load(folder / "record.json")
 
 
 def read_history(path: Path) -> dict[str, np.ndarray] | None:
@@ -80,41 +69,41 @@ def read_history(path: Path) -> dict[str, np.ndarray] | None:
     if not ordered:
         return None
     return {
-        key: np.array(
-            [np.nan if row.get(key) is None else row[key] for row in ordered], dtype=np.float64
-        )
-        for key in _HISTORY_KEYS
+        key: np.array([np.nan if (v := row.get(key)) is None else v for row in ordered], np.float64)
+        for key in HISTORY_COLUMNS
     }
 
 
-def read_assignments(
-    folder: Path, results: Iterable[Mapping[str, Any]]
-) -> dict[str, dict[str, Any]]:
-    found = {}
-    for row in results:
-        path = row.get("assignment")
-        if path is not None and path not in found:
-            found[path] = _read_json(
-                folder / path,
-                f"result {row['label']!r} in record.json names it; put it back or run again",
-            )
-            if not isinstance(found[path].get("formats"), dict):
+def read_assignments(folder: Path, rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
+    """The assignments that rows name, by path.
+
+    Raises:
+        RunError: one is missing, or is none.
+    """
+    assignments: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        path = row.assignment
+        if path is not None and path not in assignments:
+            way_out = f"result {row.label!r} in record.json names it; put it back or run again"
+            assignments[path] = read_json(folder / path, way_out)
+            if not isinstance(assignments[path].get("formats"), dict):
                 raise RunError(f"{folder / path} holds no 'formats': not an assignment; run again.")
-    return found
+    return assignments
 
 
 def read_traces(
-    folder: Path, groups: Sequence[Group], assignments: Mapping[str, Mapping[str, Any]]
+    folder: Path, groups: Sequence[Group], assignments: Assignments
 ) -> list[SearchTrace]:
-    """Traces beside every gradient-searched assignment; the folder's own also without an
-    assignment."""
-    sources: dict[Path, tuple[str, Any, tuple[float, str] | None]] = {}
+    """Traces beside every assignment that the gradient search chose; the folder's own also without
+    an assignment."""
+    sources: dict[Path, tuple[str, Any, Limit | None]] = {}
     for group in groups:
         for row in group.rows:
-            if group.search == "differentiable" and row.get("assignment"):
-                seed = f", seed {row['seed']}" if row.get("seed") is not None else ""
-                home = (folder / row["assignment"]).parent
-                sources[home] = (group.title + seed, assignments[row["assignment"]], group.budget)
+            if group.method.is_dmx and row.assignment:
+                seed = f", seed {row.seed}" if row.seed is not None else ""
+                home = (folder / row.assignment).parent
+                trace = (group.title + seed, assignments[row.assignment], group.budget)
+                sources.setdefault(home, trace)  # of several rows of one search the first names it
     sources.setdefault(folder, ("search", None, None))
     traces = []
     for home, (title, assignment, budget) in sources.items():

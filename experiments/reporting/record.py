@@ -66,6 +66,8 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] in (int, float, str) and all(type(v) is inner[0] for v in value):
             return tuple(value)  # thousands of items at once
+        if inner[0] is float and all(type(v) in (int, float) for v in value):
+            return tuple(map(float, value))
         return tuple(_read(inner[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {key: _read(inner[1], v, f"{where}.{key}") for key, v in value.items()}
@@ -479,7 +481,8 @@ class ExportFacts(Stored):
     formats: Mapping[str, int]
     """Layers by format."""
     input_rule: str | None
-    bytes: int | None
+    bytes: Mapping[str, int] | None
+    """total, quantized_bytes, bits_per_element_bytes"""
     verification: Mapping[str, Any] | None
     """loader, versions, tokens, equal, max_difference, kl, loss, reference_loss, seconds"""
 

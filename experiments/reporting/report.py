@@ -2,9 +2,11 @@
 
 Everything comes from the files of the folder (record.json, history.jsonl, offsets.npz,
 assignments); nothing is measured here. A result list may hold many searches, budgets and seeds:
-rows that differ in seed alone become one line with mean and spread (`_results.group_rows`). Text
+rows that differ in seed alone become one line with mean and spread (`groups.group_rows`). Text
 reaches the page through `el`, which escapes it.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,34 +15,23 @@ from typing import Any
 from dmx.files import write_text
 from dmx.formats import get_family
 from dmx.searching.offsets import raw_thresholds
-from experiments.reporting import plots as _plots
-from experiments.reporting.html import Html, el, page, picture, section
-from experiments.reporting.maps import agreement_section, map_section, operand_formats
-from experiments.reporting.provenance import asked_and_ran, environment
-from experiments.reporting.reading import (
-    Record,
-    SearchTrace,
-    read_assignments,
-    read_record,
-    read_traces,
-)
-from experiments.reporting.report_export import export_section
-from experiments.reporting.results import (
-    Group,
-    difference_to,
-    group_rows,
-    reference_of,
-    spread_text,
-    verdict_texts,
-)
-from experiments.reporting.tables import (
-    budget_suffix,
-    difference_text,
-    results_table,
-    row_name,
-    targets_table,
-    zero_shot_table,
-)
+
+from .agreement import agreement_section
+from .colours import FORMAT_COLOURS
+from .groups import Group, group_rows
+from .html import Html, el, page, picture, section
+from .maps import map_section, operand_formats
+from .plots.pareto import pareto
+from .plots.traces import bits_over_steps, loss_gap, offsets_over_steps
+from .provenance import asked_and_ran, environment
+from .reading import SearchTrace, read_assignments, read_record, read_traces
+from .record import Record
+from .report_export import export_section
+from .tables import results_table
+from .targets_table import targets_table
+from .texts import spread_text
+from .verdicts import strongest_note, verdict_texts
+from .zero_shot_tables import zero_shot_table
 
 
 def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
@@ -57,28 +48,23 @@ def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
         if brace
         else unit.replace("+", ",").split(",")
     )
-    found = {formats[name.strip()] for name in names if name.strip() in formats}
-    return found.pop() if len(found) == 1 else None
+    chosen = {formats[name.strip()] for name in names if name.strip() in formats}
+    return chosen.pop() if len(chosen) == 1 else None
 
 
 def _headline(record: Record, groups: Sequence[Group]) -> Html:
     """The verdict, then what limits it: stronger opponents, the note on the model."""
     texts = verdict_texts(record)
     if not texts:
-        quantized = [
-            g for g in groups if g.label != "bf16" and g.statistic("perplexity").mean is not None
-        ]
+        perplexities = ((g, g.statistic("perplexity")) for g in groups if not g.method.is_unquantized)
+        known = [f"{g.name}: perplexity {spread_text(p)}" for g, p in perplexities if p.mean is not None]
         texts = [
-            f"{row_name(g)}: perplexity {spread_text(g.statistic('perplexity'))}"
-            for g in quantized[:1]
+            *known[:1],
+            "No dMX result stands beside a heuristic's at the same budget, so there is no verdict.",
         ]
-        texts.append(
-            "No dMX result stands beside a heuristic's at the same budget, so there is no verdict."
-        )
-    notes = [_strongest_note(group, groups) for group in groups if group.search == "differentiable"]
-    model = record.get("model") or {}
-    if model.get("note"):
-        notes.append(f"{model.get('id')}: {model['note']}")
+    notes = [strongest_note(group, groups) for group in groups if group.method.is_dmx]
+    if record.model.note:
+        notes.append(f"{record.model.id}: {record.model.note}")
     head, *more = texts
     return Html(
         el("h1", head)
@@ -87,31 +73,8 @@ def _headline(record: Record, groups: Sequence[Group]) -> Html:
     )
 
 
-def _strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
-    """dMX against the best of the searches other than `kl` at its budget; None where the verdict is
-    of that one already."""
-    others = [
-        g for g in groups
-        if (g.budget, g.kind) == (group.budget, group.kind)
-        and g.search not in ("differentiable", "kl", "uniform", None) and g.statistic("nll").mean is
-        not None
-    ]  # fmt: skip
-    if not others:
-        return (
-            "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
-        )
-    best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
-    if best is reference_of(group, groups):
-        return None
-    difference = difference_to(group, groups, best.search or "")
-    return (
-        f"Against {best.name}{budget_suffix(group)}, the strongest other search: "
-        f"{difference_text(difference)} nats/token."
-    )
-
-
 def _pareto_section(groups: Sequence[Group]) -> Html | None:
-    figure = _plots.pareto(groups)
+    figure = pareto(groups)
     if figure is None:
         return None
     pictures = [
@@ -119,7 +82,7 @@ def _pareto_section(groups: Sequence[Group]) -> Html | None:
             figure, "Perplexity over bits; lower left is better. Grey: one format for all layers."
         )
     ]
-    if (near := _plots.pareto(groups, zoom=True)) is not None:
+    if (near := pareto(groups, zoom=True)) is not None:
         seeds = any(len(group.rows) > 1 for group in groups)
         bars = " Marks are means, bars the standard deviation over seeds." if seeds else ""
         pictures.append(picture(near, f"The searches alone, from near.{bars}"))
@@ -137,11 +100,11 @@ def _trace_pictures(trace: SearchTrace) -> list[Html]:
     if trace.history is not None:
         pictures.append(
             picture(
-                _plots.bits_over_steps(trace.history, trace.budget),
+                bits_over_steps(trace.history, trace.budget),
                 "Average bits: soft (annealed), hard (thresholded), projected (within budget).",
             )
         )
-        if (figure := _plots.loss_gap(trace.history)) is not None:
+        if (figure := loss_gap(trace.history)) is not None:
             pictures.append(
                 picture(figure, "Loss on the held batch; below, hard and projected minus soft.")
             )
@@ -150,7 +113,7 @@ def _trace_pictures(trace: SearchTrace) -> list[Html]:
         caption = (
             f"Raw offset of each of the {len(trace.units)} units, coloured by its final format."
         )
-        figure = _plots.offsets_over_steps(trace.raw, colours, _thresholds(trace.assignment))
+        figure = offsets_over_steps(trace.raw, colours, _thresholds(trace.assignment))
         pictures.append(
             picture(figure, caption, kind="png")
         )  # hundreds of lines: a PNG is far smaller
@@ -174,11 +137,10 @@ def _search_section(traces: Sequence[SearchTrace]) -> list[Html]:
 def render(folder: Path) -> str:
     """The whole page as text; see `write_report`."""
     record = read_record(folder)
-    groups = group_rows(record["results"])
-    assignments = read_assignments(folder, record["results"])
+    groups = group_rows(record.rows)
+    assignments = read_assignments(folder, record.rows)
     traces = read_traces(folder, groups, assignments)
-    model = (record.get("model") or {}).get("id") or "unknown model"
-    when = record.get("finished") or record.get("started") or ""
+    model = record.model.id
     sections = [
         section("Exported files", export_section(record)),
         section("Results", results_table(groups)),
@@ -198,11 +160,11 @@ def render(folder: Path) -> str:
     ]
     return page(
         f"dMX report: {model}",
-        " · ".join(filter(None, (model, record.get("command"), when))),
-        record.get("warnings") or [],
+        " · ".join((model, record.command, record.finished)),
+        record.warnings,
         _headline(record, groups),
         sections,
-        style="".join(f".f-{n}{{background:{c}}}" for n, c in _plots.FORMAT_COLOURS.items()),
+        style="".join(f".f-{n}{{background:{c}}}" for n, c in FORMAT_COLOURS.items()),
     )
 
 

@@ -1,30 +1,32 @@
 """The section of a report on exported files: bytes, and what the verification found."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
 from typing import Any
 
-from experiments.reporting.html import Html, el
+from .html import Html, el
+from .record import Record
 
 
-def export_section(record: Mapping[str, Any]) -> Html | None:
+def export_section(record: Record) -> Html | None:
     """The table; None for a record of another command."""
-    facts = record.get("export")
-    if not facts:
+    facts = record.export
+    if facts is None:
         return None
-    size, found = facts["bytes"] or {}, facts["verification"] or {}
+    size, check = facts.bytes or {}, facts.verification or {}
     pairs = {
-        "target": facts["target"], "profile": facts["profile"],
-        "inputs": "quantized by the loader" if facts["inputs"] else "not quantized",
-        "rule of the inputs": facts["input_rule"],
+        "target": facts.target, "profile": facts.profile,
+        "inputs": "quantized by the loader" if facts.inputs else "not quantized",
+        "rule of the inputs": facts.input_rule,
         "bytes of quantized tensors": size.get("quantized_bytes"),
         "weights x bits_per_element / 8": size.get("bits_per_element_bytes"),
         "bytes of all tensors": size.get("total"),
-        "loaded with": found.get("loader"),
-        "versions": ", ".join(f"{k} {v}" for k, v in (found.get("versions") or {}).items()),
-        "tokens compared": found.get("tokens"),
-        "logits equal bit for bit": found.get("equal"),
-        "largest difference of a logit": found.get("max_difference"),
-        "KL(fake-quantized, files), nats/token": found.get("kl"),
+        "loaded with": check.get("loader"),
+        "versions": ", ".join(f"{k} {v}" for k, v in (check.get("versions") or {}).items()),
+        "tokens compared": check.get("tokens"),
+        "logits equal bit for bit": check.get("equal"),
+        "largest difference of a logit": check.get("max_difference"),
+        "KL(fake-quantized, files), nats/token": check.get("kl"),
     }  # fmt: skip
     rows = (
         el("tr", el("th", key, scope="row"), el("td", _text(value)))

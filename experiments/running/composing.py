@@ -25,7 +25,6 @@ _OWN_NAMES = {
 """Groups whose files are examples -> how to give one's own."""
 RENAMED = {
     "evaluation.operands": "evaluation.quantized",
-    "search.operands": "search.choices",
     "rounding": "weights",
 }
 """Settings of earlier versions -> what they are called now."""

@@ -380,28 +380,29 @@ def test_rows_are_compared_item_by_item():
 @needs_lm_eval
 def test_the_command_fills_the_rows_and_the_report(dmx_data, tmp_path, monkeypatch, capfd):
     from experiments import evaluate
+    from experiments.reporting.record import Record
 
     folder = tmp_path / "run"
     arguments = [
         "evaluate", "model=tiny_random", "run.device=cpu", "eval=zero_shot",
         "eval.perplexity=false", "eval.limit=4", "eval.tasks=[arc_easy,hellaswag]",
-        "assignments=[bf16,mxfp4]", "evaluation.operands=[W+A,W]", f"run.folder={folder}",
+        "assignments=[bf16,mxfp4]", "evaluation.quantized=[W+A,W]", f"run.folder={folder}",
     ]  # fmt: skip
     monkeypatch.setattr("sys.argv", arguments)
     evaluate.main()
-    rows = json.loads((folder / "record.json").read_text())["results"]
-    assert [r["operands"] for r in rows] == [None, "W+A", "W"]
-    for found in rows:
-        assert list(found["zero_shot"]) == ["arc_easy", "hellaswag_1k"]
-        assert found["zero_shot_reason"] is None and found["perplexity"] is None
-        assert found["perplexity_reason"] == "not asked for"
+    rows = Record.load(folder / "record.json").rows
+    assert [row.method.quantized for row in rows] == [None, "W+A", "W"]
+    for row in rows:
+        assert list(row.zero_shot) == ["arc_easy", "hellaswag_1k"]
+        assert not row.reason("zero_shot") and row.perplexity is None
+        assert row.reason("perplexity") == "not asked for"
     page = (folder / "report.html").read_text()
     assert "Item by item" in page and "minus the best other" in page
     assert "hellaswag_1k" in capfd.readouterr().out
 
 
 def test_a_command_that_measures_nothing_is_refused():
-    from experiments.running.config import ConfigError, EvalConfig
+    from experiments.running.settings import ConfigError, EvalConfig
 
     with pytest.raises(ConfigError, match="measure nothing"):
         EvalConfig(perplexity=False)

@@ -25,11 +25,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def record_of():
-    return lambda folder: json.loads((folder / "record.json").read_text())
-
-
 def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of, tmp_path):
     searches = ["uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable"]
     arguments = [
@@ -39,13 +34,13 @@ def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of,
     code, _out, err = run(compare, *arguments)
     assert code == 0, err
     record = record_of(tmp_path / "run")
-    found = [r for r in record["results"] if r["budget"] is not None]
-    assert {(r["search"], r["budget"]["limit"], r["seed"]) for r in found} == {
+    searched = [r for r in record.rows if r.budget is not None]
+    assert {(r.method.search, r.budget.limit, r.seed) for r in searched} == {
         (name, limit, seed) for name in searches for limit in (4.5, 5.0) for seed in (0, 1)
     }
-    assert all(r["element_bits"] <= r["budget"]["limit"] for r in found)
+    assert all(r.element_bits <= r.budget.limit for r in searched)
     rows = list(csv.DictReader((tmp_path / "run" / "results.csv").read_text().splitlines()))
-    assert [float(r["perplexity"]) for r in rows] == [r["perplexity"] for r in record["results"]]
+    assert [float(r["perplexity"]) for r in rows] == [r.perplexity for r in record.rows]
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Where searches agree" in page
     # One scan a seed and method serves both budgets.
@@ -66,18 +61,18 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
     arguments = [*TINY, "budgets=[5.0]", "searches=[kl]", "safety=calibrated", "baselines=[]"]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
-    bare, net = record_of(tmp_path / "run")["results"]
-    assert (bare["label"], bare["search"], bare["safety"]) == ("kl", "kl", None)
-    assert (net["label"], net["search"]) == ("kl + net", "kl+net")
-    assert net["safety"]["fallback_rate"] >= 0
+    bare, net = record_of(tmp_path / "run").rows
+    assert (bare.label, bare.method.net, bare.safety) == ("kl", False, None)
+    assert (net.label, net.method.search, net.method.net) == ("kl + net", "kl", True)
+    assert net.safety["fallback_rate"] >= 0
     assert (tmp_path / "run" / "kl-5-seed0" / "assignment.safety.json").exists()
     code, _out, err = run(
         evaluate, *TINY[:-2], f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
         "safety=calibrated", f"run.folder={tmp_path}/again",
     )  # fmt: skip
     assert code == 0, err
-    again = record_of(tmp_path / "again")["results"]
-    assert [r["nll"] for r in again] == [bare["nll"], net["nll"]]
+    again = record_of(tmp_path / "again").rows
+    assert [r.nll for r in again] == [bare.nll, net.nll]
 
 
 def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
@@ -85,11 +80,12 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     arguments = [*TINY, "budgets=[4.7]", "baselines=[]", searches, "search.polish_rounds=2"]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
-    rows = record_of(tmp_path / "run")["results"]
-    kinds = ["kl", "kl+polish", "differentiable", "differentiable"]
-    assert [r["search"] for r in rows] == kinds
-    assert [r["label"] for r in rows] == ["kl", "kl + polish", "dmx", "dmx + polish"]
-    assert all(r["element_bits"] <= 4.7 and r["search_seconds"] > 0 for r in rows)
+    rows = record_of(tmp_path / "run").rows
+    kinds = [(name, polish) for name in ("kl", "differentiable") for polish in (False, True)]
+    assert [(r.method.search, r.method.polish) for r in rows] == kinds
+    assert [r.method.is_heuristic for r in rows] == [True, False, False, False]
+    assert [r.label for r in rows] == ["kl", "kl + polish", "dMX", "dMX + polish"]
+    assert all(r.element_bits <= 4.7 and r.search_seconds > 0 for r in rows)
     for name in ("kl+polish", "differentiable+polish"):
         folder = tmp_path / "run" / f"{name}-4.7-seed0"
         log = [json.loads(line) for line in (folder / "polish.jsonl").read_text().splitlines()]
@@ -99,7 +95,7 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
         f"run.folder={tmp_path}/again",
     )  # fmt: skip
     assert code == 0, err
-    assert record_of(tmp_path / "again")["results"][0]["label"] == "dmx + polish"
+    assert record_of(tmp_path / "again").rows[0].label == "dMX + polish"
     for options in (["searches=[kl]", "search.polish_rounds=2"], ["searches=[kl+polish]"]):
         code, _out, err = run(compare, *TINY, *options, f"run.folder={tmp_path}/bad")
         assert code and "polished if its name says so" in err
@@ -116,20 +112,18 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
             f"search.operands={operands}", f"run.folder={tmp_path}/runs/{operands}",
         )  # fmt: skip
         assert code == 0, err
-    rows = record_of(tmp_path / "runs/separate")["results"]
-    assert [r["label"] for r in rows] == ["random, separate operands", "dmx, separate operands"]
-    assert all((r["choice_per"], r["operands"]) == ("operand", "W+A") for r in rows)
-    assert all(r["element_bits"] <= 5.0 for r in rows)
-    path = tmp_path / "runs/separate" / rows[0]["assignment"]
+    rows = record_of(tmp_path / "runs/separate").rows
+    assert [r.label for r in rows] == ["random, separate choices", "dMX, separate choices"]
+    assert all((r.method.choices, r.method.quantized) == ("separate", "W+A") for r in rows)
+    assert all(r.element_bits <= 5.0 for r in rows)
+    path = tmp_path / "runs/separate" / rows[0].assignment
     assert Assignment.load(path).unequal
     code, _out, err = run(
         evaluate, *TINY[:-2], f"assignments=[{path}]", f"run.folder={tmp_path}/again"
     )
     assert code == 0, err
-    (again,) = record_of(tmp_path / "again")["results"]
-    assert {k: again[k] for k in ("nll", "label", "choice_per")} == {
-        k: rows[0][k] for k in ("nll", "label", "choice_per")
-    }
+    (again,) = record_of(tmp_path / "again").rows
+    assert (again.nll, again.method) == (rows[0].nll, rows[0].method)
     code, _out, err = run(
         compare, *TINY, f"ablate={path}", "search.operands=separate", f"run.folder={tmp_path}/b"
     )
@@ -140,9 +134,9 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     assert code and "search.operands=joint. Set them as they were" in err
     code, _out, err = run(compare, f"collect={tmp_path}/runs", f"run.folder={tmp_path}/joined")
     assert code == 0, err
-    joined = record_of(tmp_path / "joined")["results"]
-    assert [r["choice_per"] for r in joined] == ["unit"] * 2 + ["operand"] * 2
-    assert "<h3>Separate operands</h3>" in (tmp_path / "joined" / "report.html").read_text()
+    joined = record_of(tmp_path / "joined").rows
+    assert [r.method.choices for r in joined] == ["joint"] * 2 + ["separate"] * 2
+    assert "<h3>Separate choices</h3>" in (tmp_path / "joined" / "report.html").read_text()
     bad = ["searches=[weight_mse]", "search.operands=separate"]
     code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
     assert code and "search.operands=separate with search.name=weight_mse" in err

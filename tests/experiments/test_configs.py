@@ -11,17 +11,12 @@ from dmx.errors import DmxError
 from dmx.models.loading import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import SEARCHES
-from experiments.running.config import (
-    CONFIGS,
-    ConfigError,
-    EvaluateRun,
-    SearchRun,
-    build,
-    build_root,
-    register,
-)
+from experiments.compare import CompareRun
+from experiments.evaluate import EvaluateRun
+from experiments.running.composing import RENAMED, build, build_root, check_overrides
+from experiments.running.settings import CONFIGS, ConfigError
+from experiments.search import SearchRun
 
-register()
 GROUPS = ("model", "data", "budget", "search")
 FILES = {g: sorted(p.stem for p in (CONFIGS / g).glob("*.yaml")) for g in GROUPS}
 OWN_FILES = ["data.calibration.files=[a.txt]", "data.evaluation.files=[b.txt]"]
@@ -140,6 +135,18 @@ def test_a_file_with_a_wrong_key_or_type_is_refused_by_name(node, words):
     with pytest.raises(DmxError, match=words):
         build(ModelConfig, node, "model")
     assert issubclass(ConfigError, DmxError)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_settings_under_an_earlier_name_say_the_new_one(old, new):
+    words = rf"{old}=.*: {old} is called {new} now: {new}="
+    with pytest.raises(ConfigError, match=words):
+        check_overrides([f"{old}=[x]"], "compare")
+    group, _, key = old.rpartition(".")
+    cfg = OmegaConf.to_container(composed("compare"))
+    (cfg[group] if group else cfg)[key] = "x"
+    with pytest.raises(ConfigError, match=words):
+        build_root(CompareRun, OmegaConf.create(cfg))
 
 
 def test_the_configs_are_found_beside_the_package():

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from dmx.errors import DmxError, RunError
 from dmx.formats import MX_FORMATS
 from dmx.models.loading import byte_tokenizer
 from experiments import compare, evaluate, search
-from experiments.running import rows as _rows
+from experiments.reporting.record import SCHEMA
+from experiments.running import bench as _bench
 from experiments.running.collect import check_comparable
-from experiments.running.config import check_overrides
-from experiments.running.run import FolderTaken, Run, _stopping_at_an_interrupt, no_lost_interrupts
+from experiments.running.composing import build_root, check_overrides
+from experiments.running.folder import FolderTaken, claim
+from experiments.running.guard import no_lost_interrupts, stopping_at_an_interrupt
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -60,18 +63,18 @@ def numbers(folder):
 # ---------------------------------------------------------------- what a run leaves
 
 
-def test_a_search_leaves_everything_and_shows_it_again(run, tmp_path):
+def test_a_search_leaves_everything_and_shows_it_again(run, record_of, tmp_path):
     folder = tmp_path / "run"
-    arguments = [*SEARCH, "budget=bits_4p5", "evaluation.operands=[W+A,W]", f"run.folder={folder}"]
+    arguments = [*SEARCH, "budget=bits_4p5", "evaluation.quantized=[W+A,W]", f"run.folder={folder}"]
     code, out, err = run(search, *arguments)
     assert code == 0 and "Traceback" not in err
     for name in ("config.yaml", "record.json", "assignment.json", "history.jsonl", "report.html"):
         assert (folder / name).stat().st_size > 0, name
-    assert str(folder / "report.html") in out and "dmx" in out
+    assert str(folder / "report.html") in out and "dMX" in out
     assert "<html" in (folder / "report.html").read_text()
 
     record = read_json(folder / "record.json")
-    assert record["schema"] == "dmx.record/1" and record["command"] == "search"
+    assert record["schema"] == SCHEMA and record["command"] == "search"
     assert set(record) >= {
         "started", "finished", "wall_seconds", "versions", "device", "peak_memory_bytes", "seed",
         "model", "data", "requested", "actual", "results", "verdict", "warnings",
@@ -92,13 +95,14 @@ def test_a_search_leaves_everything_and_shows_it_again(run, tmp_path):
     assert record["data"]["evaluation"]["windows"] == 6
     assert calibration["sha256"] != record["data"]["evaluation"]["sha256"]
 
-    rows = {(row["label"], row["operands"]): row for row in record["results"]}
-    assert set(rows) == {("bf16", None), *((n, o) for n in ("kl", "dmx") for o in ("W+A", "W"))}
-    for row in record["results"]:
-        assert row["perplexity"] == pytest.approx(2.718281828459045 ** row["nll"], rel=1e-9)
-        assert len(row["window_nll"]) == row["windows"] == 6 and row["tokens"] == 6 * 63
-        assert all(row[k] is not None or row[f"{k}_reason"] for k in METRICS)
-    assert rows["dmx", "W+A"]["element_bits"] <= 4.5
+    rows = {(row.label, row.method.quantized): row for row in record_of(folder).rows}
+    assert set(rows) == {("bf16", None), *((n, o) for n in ("kl", "dMX") for o in ("W+A", "W"))}
+    for row in rows.values():
+        assert row.perplexity == pytest.approx(2.718281828459045**row.nll, rel=1e-9)
+        assert len(row.window_nll) == row.windows == 6 and row.tokens == 6 * 63
+        assert all(getattr(row, k) is not None or row.reasons[k] for k in METRICS)
+    assert rows["dMX", "W+A"].element_bits <= 4.5
+    assert rows["dMX", "W"].method.units == "fused"
     assert len((folder / "history.jsonl").read_text().splitlines()) == 6
 
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -111,40 +115,41 @@ def test_a_search_leaves_everything_and_shows_it_again(run, tmp_path):
 
     # the record's number is the model's under the file's formats
     found = dmx.Assignment.load(folder / "assignment.json")
-    config = search.build_root(search.SearchRun, _composed("search", arguments))
-    model = _rows.load_model(config.model).model
+    config = build_root(search.SearchRun, _composed("search", arguments))
+    model = _bench.load_model(config.model).model
     text = load_text(DataConfig(name="synthetic", split="evaluation"))
     tokens = encode(byte_tokenizer(), text)[: 6 * 64]
     dmx.apply(model, found)
     expected = dmx.perplexity(model, tokens, window=64, batch_size=4)
-    assert rows["dmx", "W+A"]["perplexity"] == pytest.approx(expected, rel=1e-9)
+    assert rows["dMX", "W+A"].perplexity == pytest.approx(expected, rel=1e-9)
 
     # and the second command starts from that file alone
     other = tmp_path / "evaluated"
     names = f"[bf16,mxfp4,{folder / 'assignment.json'}]"
     code, out, err = run(evaluate, *TINY, f"assignments={names}", f"run.folder={other}")
     assert code == 0, err
-    by_label = {r["label"]: r["perplexity"] for r in read_json(other / "record.json")["results"]}
-    assert by_label["dmx"] == rows["dmx", "W+A"]["perplexity"]
-    assert by_label["bf16"] == rows["bf16", None]["perplexity"]
+    by_label = {row.label: row.perplexity for row in record_of(other).rows}
+    assert by_label["dMX"] == rows["dMX", "W+A"].perplexity
+    assert by_label["bf16"] == rows["bf16", None].perplexity
     assert (other / "report.html").exists() and (other / "config.yaml").exists()
 
 
 @pytest.mark.parametrize("name", ["uniform", "random", "kl"])
-def test_every_search_without_steps_runs_from_the_command_line(name, run, tmp_path):
+def test_every_search_without_steps_runs_from_the_command_line(name, run, record_of, tmp_path):
     folder = tmp_path / "run"
     code, _, err = run(search, *TINY, f"search={name}", "baselines=[]", f"run.folder={folder}")
     assert code == 0, err
-    (row,) = read_json(folder / "record.json")["results"]
-    assert row["label"] == row["search"] == name and row["element_bits"] <= 5.0
+    (row,) = record_of(folder).rows
+    assert row.method.search == name and row.element_bits <= 5.0
+    assert row.label == ("uniform mxfp4" if name == "uniform" else name)
     assert (folder / "report.html").exists()
 
 
-def test_uniform_rows_hold_every_format(run, tmp_path):
+def test_uniform_rows_hold_every_format(run, record_of, tmp_path):
     arguments = [*TINY, "search.steps=1", "baselines=[uniform]", f"run.folder={tmp_path / 'r'}"]
     assert run(search, *arguments)[0] == 0
-    labels = [row["label"] for row in read_json(tmp_path / "r" / "record.json")["results"]]
-    assert labels == [*(f"uniform {f}" for f in MX_FORMATS), "dmx"]
+    labels = [row.label for row in record_of(tmp_path / "r").rows]
+    assert labels == [*(f"uniform {f}" for f in MX_FORMATS), "dMX"]
 
 
 # ---------------------------------------------------------------- refusals
@@ -191,7 +196,7 @@ def test_uniform_rows_hold_every_format(run, tmp_path):
 def test_a_wrong_setting_is_refused_before_weights_load(
     arguments, words, run, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_rows, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(_bench, "load_model", lambda *_: pytest.fail("weights were loaded"))
     folder = tmp_path / "run"
     code, _, err = run(search, *TINY, *arguments, f"run.folder={folder}")
     assert code == 2 and "Traceback" not in err
@@ -229,7 +234,7 @@ def test_cuda_without_a_device_is_refused(run, tmp_path):
 
 
 def test_text_shorter_than_a_window_is_refused_before_the_search(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(_rows, "search", lambda *_: pytest.fail("the search had begun"))
+    monkeypatch.setattr(_bench, "search", lambda *_: pytest.fail("the search had begun"))
     for part, words in (
         ("calibration", "the text has 40 tokens, less than one window of 64"),
         ("evaluation", "the evaluation text has 40 tokens, fewer than one window of 64"),
@@ -284,11 +289,9 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     "held", [(), ("error.json",), ("config.yaml", "error.json"), (".config.yaml.x.tmp",)]
 )
 def test_of_commands_that_start_at_once_one_takes_the_folder(held, tmp_path):
-    def claim(folder, settings):
-        started = object.__new__(Run)
-        started.folder = folder
+    def claimed(folder, settings):
         try:
-            started._claim(settings)
+            claim(folder, settings)
         except FolderTaken as error:
             return str(error)
         return None
@@ -299,7 +302,7 @@ def test_of_commands_that_start_at_once_one_takes_the_folder(held, tmp_path):
             folder.mkdir(exist_ok=True)
             (folder / name).write_text("{}")
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(lambda i, f=folder: claim(f, f"steps: {i}\n"), range(8)))
+            found = list(pool.map(lambda i, f=folder: claimed(f, f"steps: {i}\n"), range(8)))
         (winner,) = [i for i, error in enumerate(found) if error is None]
         assert (folder / "config.yaml").read_text() == f"steps: {winner}\n"
         assert all("holds another run" in error for error in found if error)
@@ -344,7 +347,7 @@ def test_a_damaged_row_names_its_file(run, tmp_path):
     code, _, err = run(search, *arguments)
     assert code == 2 and f"{row.name} is damaged" in err and "Delete it to measure again" in err
     row.unlink()
-    assert run(search, *arguments)[0] == 0 and read_json(row)["label"] == "bf16"
+    assert run(search, *arguments)[0] == 0 and read_json(row)["method"]["search"] is None
     (folder / "record.json").write_text("{")
     code, _, err = run(search, *arguments)
     assert code == 2 and "record.json" in err and "Traceback" not in err
@@ -363,7 +366,7 @@ def test_a_damaged_row_names_its_file(run, tmp_path):
 def test_evaluate_refuses_what_it_cannot_read_before_weights_load(
     names, words, run, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_rows, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(_bench, "load_model", lambda *_: pytest.fail("weights were loaded"))
     damaged = tmp_path / "damaged.json"
     damaged.write_text('{"schema": "dmx.assign')
     names = names.format(damaged=damaged)
@@ -377,7 +380,7 @@ def test_evaluate_refuses_what_does_not_fit_the_model_before_weights_load(
     folder = tmp_path / "run"
     assert run(search, *TINY, "search=random", "baselines=[]", f"run.folder={folder}")[0] == 0
     path = folder / "assignment.json"
-    monkeypatch.setattr(_rows, "load_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(_bench, "load_model", lambda *_: pytest.fail("weights were loaded"))
     for setting, words in (
         ("model.tiny.layers=1", "AssignmentError: the assignment is for another model"),
         ("evaluation.window=4096", "DataError: window=4096 is longer than the model's 2048"),
@@ -398,9 +401,11 @@ def test_every_run_of_one_process_notes_its_own_warnings_once(run, tmp_path):
 
 
 def test_runs_that_measured_no_perplexity_are_joined_with_those_that_did(tmp_path):
-    model = {"id": "m", "architecture_sha256": "0"}
-    texts = [{}, *({"evaluation": {"sha256": text, "window": 64}} for text in "aab")]
-    records = {tmp_path / str(i): {"model": model, "data": data} for i, data in enumerate(texts)}
+    model = SimpleNamespace(id="m", architecture_sha256="0")
+    texts = [{}, *({"evaluation": SimpleNamespace(sha256=x, window=64)} for x in "aab")]
+    records = {
+        tmp_path / str(i): SimpleNamespace(model=model, data=data) for i, data in enumerate(texts)
+    }
     bare, one, same, other = records.items()
     check_comparable(dict([bare, one, same]))
     with pytest.raises(RunError, match=r"3 used another evaluation text than the first run"):
@@ -490,15 +495,15 @@ def test_a_ctrl_c_that_a_librarys_cleaning_up_hides_is_one():
     with pytest.raises(ValueError, match="cannot close"):
         task(None)
     with pytest.raises(KeyboardInterrupt):
-        _stopping_at_an_interrupt(task, None)
+        stopping_at_an_interrupt(task, None)
     with pytest.raises(ZeroDivisionError):
-        _stopping_at_an_interrupt(lambda cfg: 1 / 0, None)
+        stopping_at_an_interrupt(lambda cfg: 1 / 0, None)
 
 
 def _composed(name, overrides):
     from hydra import compose, initialize_config_dir
 
-    from experiments.running.config import CONFIGS
+    from experiments.running.settings import CONFIGS
 
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(name, overrides)

@@ -10,14 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
-
-from dmx.assignment.targets import TARGETS, obstacles, split_groups
-from dmx.errors import RunError
-from dmx.formats import MX_FORMATS
-from experiments.reporting.maps import format_map, locate
-from experiments.reporting.plots import pareto
-from experiments.reporting.report import unit_format, write_report
 from experiments.reporting.results import (
     SIGNIFICANT,
     by_operands,
@@ -27,6 +19,14 @@ from experiments.reporting.results import (
     reference_of,
     verdicts,
 )
+from rich.console import Console
+
+from dmx.assignment.targets import TARGETS, obstacles, split_groups
+from dmx.errors import RunError
+from dmx.formats import MX_FORMATS
+from experiments.reporting.maps import format_map, locate
+from experiments.reporting.plots import pareto
+from experiments.reporting.report import unit_format, write_report
 from experiments.reporting.tables import difference_text, terminal_table
 
 BLOCKS, STEPS, WINDOWS = 30, 150, 140

@@ -18,6 +18,7 @@ from dmx.errors import FormatError
 from dmx.formats import get_mx_format
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments import compare, evaluate, search
+from experiments.reporting.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(2 * 48).reshape(2, 48) * 7 % 256
@@ -29,7 +30,7 @@ CALIBRATION = ["calibration.window=32", "calibration.batch_size=2", "calibration
 
 
 def results(folder):
-    return json.loads((folder / "record.json").read_text())["results"]
+    return Record.load(folder / "record.json").rows
 
 
 def uniform(model, name, block_format="mxfp4"):
@@ -47,18 +48,16 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     ]  # fmt: skip
     code, _, err = run(search, *arguments)
     assert code == 0, err
-    rows = {row["label"]: row for row in results(tmp_path / "run")}
-    assert {"bf16", "dmx + learned", "kl + learned", "uniform mxfp4 + learned"} <= set(rows)
-    digests = {row["transform"]["sha256"] for row in rows.values() if row["transform"]}
-    assert len(digests) == 1 and rows["bf16"]["transform"] is None
-    assert json.loads((tmp_path / "run" / "record.json").read_text())["verdict"]["against"] == (
-        "kl + learned"
-    )
+    rows = {row.label: row for row in results(tmp_path / "run")}
+    assert {"bf16", "dMX + learned", "kl + learned", "uniform mxfp4 + learned"} <= set(rows)
+    digests = {row.transform["sha256"] for row in rows.values() if row.transform}
+    assert len(digests) == 1 and rows["bf16"].transform is None
+    assert Record.load(tmp_path / "run" / "record.json").verdict.against == "kl + learned"
     # Of another folder, with its file, the same number.
     copied = Assignment.load(tmp_path / "run" / "assignment.json").save(tmp_path / "x" / "a.json")
     code, _, err = run(evaluate, *TINY, f"assignments=[{copied}]", f"run.folder={tmp_path}/again")
     assert code == 0, err
-    assert results(tmp_path / "again")[0]["nll"] == rows["dmx + learned"]["nll"]
+    assert results(tmp_path / "again")[0].nll == rows["dMX + learned"].nll
 
 
 def test_a_comparison_takes_the_rotations_that_its_search_learned(run, tmp_path):
@@ -70,7 +69,7 @@ def test_a_comparison_takes_the_rotations_that_its_search_learned(run, tmp_path)
     assert code == 0, err
     digests = {}
     for row in results(tmp_path / "run"):
-        digests.setdefault(row["budget"]["limit"], []).append(row["transform"]["sha256"])
+        digests.setdefault(row.budget.limit, []).append(row.transform["sha256"])
     assert [len(found) for found in digests.values()] == [3, 3]
     assert all(len(set(found)) == 1 for found in digests.values())
     assert len({found[0] for found in digests.values()}) == 2, "each budget learns its own"
@@ -92,10 +91,8 @@ def test_evaluate_and_compare_measure_uniform_formats_with_a_transform(run, tmp_
     code, _, err = run(evaluate, *TINY, "assignments=[mxfp4]", f"run.folder={tmp_path}/plain")
     assert code == 0, err
     shown = f"uniform mxfp4 + {name.replace('_', ' ')}"
-    first, second = (
-        next(row for row in results(tmp_path / n) if row["label"] == shown) for n in "ec"
-    )
-    assert first["nll"] == second["nll"] != results(tmp_path / "plain")[0]["nll"]
+    first, second = (next(row for row in results(tmp_path / n) if row.label == shown) for n in "ec")
+    assert first.nll == second.nll != results(tmp_path / "plain")[0].nll
 
 
 def test_an_ablation_measures_the_transformed_model(run, tmp_path):
@@ -130,7 +127,7 @@ def test_what_makes_no_sense_is_refused_before_weights_load(
     run, tmp_path, monkeypatch, command, arguments, says
 ):
     monkeypatch.setattr(
-        "experiments.running.rows.load_model", lambda *_: pytest.fail("weights loaded")
+        "experiments.running.bench.load_model", lambda *_: pytest.fail("weights loaded")
     )
     code, _, err = run(command, *TINY, *arguments, f"run.folder={tmp_path}/run")
     assert code == 2 and says in err

@@ -9,7 +9,9 @@ import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.formats import MX_FORMATS
 from experiments import evaluate, export
-from experiments.running.config import CONFIGS, build_root, register
+from experiments.reporting.record import Record
+from experiments.running.composing import build_root
+from experiments.running.settings import CONFIGS
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
 
 L0 = "model.layers.0"
@@ -51,8 +53,9 @@ def test_an_export_leaves_its_files_and_a_record(run, make_tiny, tmp_path, loade
     assert facts["verification"]["equal"] and facts["verification"]["kl"] == 0.0
     assert "compressed-tensors" in facts["verification"]["versions"]
     assert facts["bytes"]["quantized_bytes"] == facts["bytes"]["bits_per_element_bytes"]
-    memory, files = found["results"]
-    assert memory["perplexity"] == files["perplexity"] and files["operands"] == "W"
+    memory, files = Record.load(folder / "record.json").rows
+    assert memory.perplexity == files.perplexity and files.method.quantized == "W"
+    assert [memory.label, files.label] == ["fake-quantized", "exported files"]
     for name in ("target", "inputs", "verify"):
         assert found["actual"][name] == found["requested"][name]
     assert found["actual"]["profile"] == "transformers"  # none was asked: the strictest
@@ -139,7 +142,6 @@ def test_the_old_spelling_is_an_error(run):
 
 
 def test_the_config_composes_with_its_defaults():
-    register()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         built = build_root(export.ExportRun, compose("export", ["model=smollm2_135m"]))
     assert (built.target, built.profile, built.inputs) == ("compressed_tensors", None, False)
@@ -151,13 +153,13 @@ def test_the_config_composes_with_its_defaults():
 
 @pytest.fixture
 def measure(run, tmp_path):
-    def measured(*names, operands="W,W+A", **settings):
+    def measured(*names, quantized="W,W+A", **settings):
         code, _, err = run(
             evaluate, f"assignments=[{','.join(map(str, names))}]", "model.dtype=bfloat16",
             "evaluation.window=64", "evaluation.max_windows=4",
-            f"evaluation.operands=[{operands}]", *(f"{k}={v}" for k, v in settings.items()),
+            f"evaluation.quantized=[{quantized}]", *(f"{k}={v}" for k, v in settings.items()),
         )  # fmt: skip
-        return record(tmp_path / "run")["results"] if code == 0 else err
+        return Record.load(tmp_path / "run" / "record.json").rows if code == 0 else err
 
     return measured
 
@@ -173,12 +175,12 @@ def test_perplexity_of_the_files_is_that_of_the_assignment_to_the_last_digit(
         model, path, folder, target=target, inputs=target == "torchao", verify=False
     )  # fmt: skip
     rows = measure("bf16", path, folder)
-    assert [(r["label"], r["operands"]) for r in rows[1:]] == [
+    assert [(r.label, r.method.quantized) for r in rows[1:]] == [
         ("a", "W"), ("a", "W+A"), ("files exported", "W"), ("files exported", "W+A")
     ]  # fmt: skip
-    assert rows[1]["window_nll"] == rows[3]["window_nll"]
-    assert rows[2]["window_nll"] == rows[4]["window_nll"] != rows[1]["window_nll"]
-    assert rows[0]["perplexity"] != rows[1]["perplexity"]
+    assert rows[1].window_nll == rows[3].window_nll
+    assert rows[2].window_nll == rows[4].window_nll != rows[1].window_nll
+    assert rows[0].perplexity != rows[1].perplexity
 
 
 def test_what_is_measured_is_in_the_files(measure, make_tiny, tmp_path):
@@ -188,10 +190,10 @@ def test_what_is_measured_is_in_the_files(measure, make_tiny, tmp_path):
     dmx.export(other, path, tmp_path / "files", target="quark", verify=False)
     for name in ("assignment.json", "dmx_export.json"):
         (tmp_path / "files" / name).unlink()  # as another tool leaves it
-    ours, files = measure(path, tmp_path / "files", operands="W")
-    assert files["element_bits"] == ours["element_bits"]
-    assert files["perplexity"] != ours["perplexity"]
-    assert files["label"] == "files files"
+    ours, files = measure(path, tmp_path / "files", quantized="W")
+    assert files.element_bits == ours.element_bits
+    assert files.perplexity != ours.perplexity
+    assert files.label == "files files"
 
 
 def test_another_tools_config_is_measured_by_name(measure, make_tiny, tmp_path):
@@ -201,10 +203,10 @@ def test_another_tools_config_is_measured_by_name(measure, make_tiny, tmp_path):
     dmx.export(model, assignment, tmp_path / "recipe", target="auto_round")
     config = tmp_path / "layers.json"
     config.write_text((tmp_path / "recipe" / "layer_config.json").read_text())
-    ours, theirs = measure(path, config, operands="W+A")
-    assert theirs["label"] == "auto-round config"
-    assert theirs["perplexity"] == ours["perplexity"]
-    assert theirs["bits_per_element"] == ours["bits_per_element"]
+    ours, theirs = measure(path, config, quantized="W+A")
+    assert theirs.label == "auto-round config"
+    assert theirs.perplexity == ours.perplexity
+    assert theirs.bits_per_element == ours.bits_per_element
 
 
 def test_another_tools_config_is_exported_as_ours(run, make_tiny, tmp_path):

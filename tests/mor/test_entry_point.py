@@ -1,5 +1,6 @@
 """`python -m experiments.train_mor`, as a user runs it, and its report."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,10 +14,12 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from dmx.errors import DmxError, RunError
-from experiments.reporting.report_training import comparison, comparison_text, fallback_map
-from experiments.reporting.results import group_rows
-from experiments.running.config import build_root
-from experiments.train_mor import TrainMorRun, _check, _save_model
+from experiments.reporting.recipes import comparison, comparison_text
+from experiments.reporting.record import Record, TrainingRow
+from experiments.reporting.report_training import fallback_map
+from experiments.running.composing import build_root
+from experiments.running.training import save_model
+from experiments.train_mor import TrainMorRun
 from mor.statistics import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +42,12 @@ def test_trains_every_recipe_and_reports(tmp_path):
     recipes = ["bf16", "e4m3_current", "tensor", "block_two_way", "block_three_way"]
     done = train_mor(f"mor=[{','.join(recipes)}]", f"run.folder={folder}", *SMALL)
     assert done.returncode == 0, done.stderr
-    record = json.loads((folder / "record.json").read_text())
-    assert [row["label"] for row in record["results"]] == recipes
-    for row in record["results"]:
-        assert row["steps"] == 3 and row["nll"] < 6
-        assert (row["fp8_tensor_share"] is None) == (row["label"] == "bf16")
-    assert [entry["recipe"] for entry in record["comparison"]] == recipes[1:]
+    record = Record.load(folder / "record.json")
+    assert [row.recipe for row in record.training_rows] == recipes
+    for row in record.training_rows:
+        assert row.steps == 3 and row.nll < 6
+        assert (row.fp8_tensor_share is None) == (row.recipe == "bf16")
+    assert [entry.recipe for entry in record.comparison] == recipes[1:]
     page = (folder / "report.html").read_text()
     assert page.count("data:image/png") == 4 and page.count("data:image/svg") == 2
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
@@ -90,14 +93,14 @@ def test_what_does_not_fit_the_model_is_refused_before_the_first_recipe(argument
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = build_root(TrainMorRun, compose("train_mor", arguments))
     with pytest.raises(DmxError) as caught:
-        _check(config, torch.device("cpu"))
+        config.plan.check(torch.device("cpu"))
     assert words in str(caught.value)
 
 
 def test_a_model_that_cannot_be_written_leaves_no_half_of_it(tiny_random, tmp_path):
     (tmp_path / "model").write_text("a file where the folder should be")
     with pytest.raises(RunError, match="save_models=true: cannot write"):
-        _save_model(tiny_random.model, tiny_random, tmp_path / "model")
+        save_model(tiny_random.model, tiny_random, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
@@ -116,29 +119,31 @@ def test_every_recipe_file_composes():
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = build_root(TrainMorRun, compose("train_mor", [f"mor=[{','.join(recipes)}]"]))
         pretrain = compose("train_mor", ["experiment=pretrain_49m"])
-    assert sorted(config.recipes) == recipes and config.recipes["bf16"] is None
+    assert sorted(config.plan.recipes) == recipes and config.plan.recipes["bf16"] is None
     assert build_root(TrainMorRun, pretrain).architecture["hidden_size"] == 512
 
 
-def rows(label: str, *losses: float | None) -> list[dict]:
+def rows(recipe: str, *losses: float | None) -> list[TrainingRow]:
+    unmeasured = {f.name: None for f in dataclasses.fields(TrainingRow)}
+    reasons = {"nll": "not finite"}
     return [
-        {"label": label, "seed": i, "nll": loss, "nll_reason": "not finite"}
+        TrainingRow(**unmeasured | {"recipe": recipe, "seed": i, "nll": loss, "reasons": reasons})
         for i, loss in enumerate(losses)
     ]
 
 
 def test_comparison_takes_the_larger_of_half_a_percent_and_two_standard_errors():
-    calm = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 4.019, 4.019)))
-    assert calm[0]["within"] and calm[0]["allowed_nats"] == pytest.approx(0.02)
-    worse = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 4.03, 4.03)))
-    assert not worse[0]["within"] and "is outside the tolerance" in comparison_text(worse[0])
-    better = comparison(group_rows(rows("bf16", 4.0, 4.0) + rows("tensor", 3.9, 3.9)))
-    assert better[0]["within"] and "is within the tolerance" in comparison_text(better[0])
-    noisy = comparison(group_rows(rows("bf16", 3.9, 4.1) + rows("tensor", 4.1, 4.2)))
+    calm = comparison(rows("bf16", 4.0, 4.0) + rows("tensor", 4.019, 4.019))
+    assert calm[0].within and calm[0].allowed_nats == pytest.approx(0.02)
+    worse = comparison(rows("bf16", 4.0, 4.0) + rows("tensor", 4.03, 4.03))
+    assert not worse[0].within and "is outside the tolerance" in comparison_text(worse[0])
+    better = comparison(rows("bf16", 4.0, 4.0) + rows("tensor", 3.9, 3.9))
+    assert better[0].within and "is within the tolerance" in comparison_text(better[0])
+    noisy = comparison(rows("bf16", 3.9, 4.1) + rows("tensor", 4.1, 4.2))
     stderr = (0.1**2 + 0.05**2) ** 0.5
-    assert noisy[0]["within"] and noisy[0]["allowed_nats"] == pytest.approx(2 * stderr)
-    broken = comparison(group_rows(rows("bf16", 4.0) + rows("tensor", None)))
-    assert not broken[0]["within"]
+    assert noisy[0].within and noisy[0].allowed_nats == pytest.approx(2 * stderr)
+    broken = comparison(rows("bf16", 4.0) + rows("tensor", None))
+    assert not broken[0].within
     assert "outside the tolerance of bf16: seed 0: loss is not finite." in comparison_text(
         broken[0]
     )
@@ -146,15 +151,13 @@ def test_comparison_takes_the_larger_of_half_a_percent_and_two_standard_errors()
 
 def test_comparison_is_on_the_seeds_that_both_have():
     bf16 = rows("bf16", 4.0, 5.0, 6.0)
-    (lost,) = comparison(group_rows(bf16 + rows("tensor", 4.0, None, 6.0)))
-    assert not lost["within"] and lost["difference_reason"] == "seed 1: loss is not finite"
-    (fewer,) = comparison(group_rows(bf16 + rows("tensor", 4.01, 5.01)))
-    assert fewer["difference_nats"] == pytest.approx(0.01) and fewer["baseline_nats"] == 4.5
-    (theirs,) = comparison(
-        group_rows(rows("bf16", 4.0, None, 6.0) + rows("tensor", 4.01, 9.0, 6.01))
-    )
-    assert theirs["difference_nats"] == pytest.approx(0.01) and theirs["seeds"] == [0, 2]
-    (none,) = comparison(group_rows(rows("bf16", None) + rows("tensor", 4.0)))
+    (lost,) = comparison(bf16 + rows("tensor", 4.0, None, 6.0))
+    assert not lost.within and lost.reason == "seed 1: loss is not finite"
+    (fewer,) = comparison(bf16 + rows("tensor", 4.01, 5.01))
+    assert fewer.difference_nats == pytest.approx(0.01) and fewer.baseline_nats == 4.5
+    (theirs,) = comparison(rows("bf16", 4.0, None, 6.0) + rows("tensor", 4.01, 9.0, 6.01))
+    assert theirs.difference_nats == pytest.approx(0.01) and theirs.seeds == (0, 2)
+    (none,) = comparison(rows("bf16", None) + rows("tensor", 4.0))
     assert "no comparison with bf16 (the loss of bf16 is not finite)" in comparison_text(none)
 
 
@@ -186,8 +189,9 @@ def test_of_two_processes_the_main_one_writes_the_rows(tmp_path):
         cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    record = json.loads((folder / "record.json").read_text())
+    record = Record.load(folder / "record.json")
     row = json.loads((folder / "rows" / "tensor-0.json").read_text())
     stats = json.loads((folder / "tensor-0" / "stats.json").read_text())
-    assert record["actual"]["processes"] == 2
-    assert record["results"] == [row] and row["operands_mor"] == stats["operands"]
+    assert record.actual["processes"] == 2
+    assert record.training_rows == (TrainingRow.from_dict(row, "row"),)
+    assert row["operands"] == stats["operands"]

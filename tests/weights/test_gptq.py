@@ -2,7 +2,6 @@
 carried by the assignment through apply, save, resume and the command line."""
 
 import copy
-import json
 import math
 import os
 import signal
@@ -37,6 +36,7 @@ from dmx.weights.gptq import (
     round_weight,
 )
 from experiments import compare, evaluate, search
+from experiments.reporting.record import Record
 
 BATCHES = list(torch.randint(0, 257, (3, 2, 48), generator=torch.Generator().manual_seed(1)))
 
@@ -548,24 +548,22 @@ GIVEN = [a for a in TINY if not a.startswith(("search", "gptq"))]
 
 @pytest.fixture
 def rows_of():
-    return lambda folder: json.loads((folder / "record.json").read_text())["results"]
+    return lambda folder: Record.load(folder / "record.json").rows
 
 
 def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_path):
     code, _out, err = run(
         compare, *TINY, "searches=[fisher,differentiable]", "search.steps=3", "budgets=[4.7]",
-        "baselines=[]", "rounding=[nearest,gptq]", "safety=calibrated",
+        "baselines=[]", "weights=[nearest,gptq]", "safety=calibrated",
         f"run.folder={tmp_path}/run",
     )  # fmt: skip
     assert code == 0, err
     rows = rows_of(tmp_path / "run")
     ends = ["", " + net", " + gptq", " + gptq + net"]
-    assert [r["label"] for r in rows] == [f"{n}{end}" for n in ("fisher", "dmx") for end in ends]
-    kinds = ["", "+net", "+gptq", "+gptq+net"]
-    assert [r["search"] for r in rows] == [
-        f"{n}{kind}" for n in ("fisher", "differentiable") for kind in kinds
-    ]
-    assert len({r["nll"] for r in rows[::2]}) == 4
+    assert [r.label for r in rows] == [f"{n}{end}" for n in ("fisher", "dMX") for end in ends]
+    kinds = [(weights, net) for weights in ("nearest", "gptq") for net in (False, True)]
+    assert [(r.method.weights, r.method.net) for r in rows] == kinds * 2
+    assert len({r.nll for r in rows[::2]}) == 4
     folder = tmp_path / "run" / "fisher-4.7-seed0"
     plain, rounded = (Assignment.load(folder / f"assignment{x}.json") for x in ("", ".gptq"))
     assert plain.formats == rounded.formats and plain.rounding is None
@@ -577,21 +575,21 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     )  # fmt: skip
     assert code == 0, err
     again = rows_of(tmp_path / "again")
-    assert [r["label"] for r in again] == ["fisher", "fisher + gptq"]
-    assert [r["nll"] for r in again] == [rows[0]["nll"], rows[2]["nll"]]
+    assert [r.label for r in again] == ["fisher", "fisher + gptq"]
+    assert [r.nll for r in again] == [rows[0].nll, rows[2].nll]
     code, _out, err = run(
-        compare, *TINY, "searches=[fisher]", "budgets=[4.7]", "baselines=[]", "rounding=[gptq]",
+        compare, *TINY, "searches=[fisher]", "budgets=[4.7]", "baselines=[]", "weights=[gptq]",
         f"run.folder={tmp_path}/alone",
     )  # fmt: skip
     assert code == 0, err
-    assert [r["label"] for r in rows_of(tmp_path / "alone")] == ["fisher + gptq"]
-    for bad in ("rounding=[gtpq]", "rounding=[]", "gptq.damping=0"):
+    assert [r.label for r in rows_of(tmp_path / "alone")] == ["fisher + gptq"]
+    for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0"):
         code, _out, err = run(compare, *TINY, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad")
         assert code == 2 and bad.partition("=")[0] in err
 
 
 COMMAND = [
-    *TINY, "budget.limit=4.7", "search=fisher", "baselines=[kl]", "rounding=gptq",
+    *TINY, "budget.limit=4.7", "search=fisher", "baselines=[kl]", "weights=gptq",
     "model.tiny.layers=12",
 ]  # fmt: skip
 
@@ -600,7 +598,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     code, _out, err = run(search, *COMMAND, f"run.folder={tmp_path}/whole")
     assert code == 0, err
     rows = rows_of(tmp_path / "whole")
-    assert [r["label"] for r in rows] == ["kl", "kl + gptq", "fisher", "fisher + gptq"]
+    assert [r.label for r in rows] == ["kl", "kl + gptq", "fisher", "fisher + gptq"]
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "experiments.search", *COMMAND, f"run.folder={folder}"]
     process = subprocess.Popen(
@@ -616,7 +614,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     assert not (folder / "record.json").exists()
     code, _out, err = run(search, *COMMAND, f"run.folder={folder}")
     assert code == 0, err
-    assert [r["nll"] for r in rows_of(folder)] == [r["nll"] for r in rows]
+    assert [r.nll for r in rows_of(folder)] == [r.nll for r in rows]
     files = [f / "assignment.gptq.rounding.safetensors" for f in (tmp_path / "whole", folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
 

@@ -1,0 +1,79 @@
+"""dMX and the best heuristic by budget, and how they differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..colours import QUIET
+from .canvas import WIDTH, legend, log_axis, new_figure, styled
+from .pareto import SPARE_LOOKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_LOOKS = (
+    ("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"),
+    ("#56b4e9", "P"), *SPARE_LOOKS,
+)  # fmt: skip
+
+
+class BudgetPoint(NamedTuple):
+    """Two methods at one budget."""
+
+    limit: float
+    dmx: float
+    """Perplexity."""
+    heuristic: float
+    """Perplexity of the best heuristic."""
+    noise: float
+    """Standard error of their difference, %."""
+
+
+def difference_figure(
+    curves: Sequence[tuple[str, Sequence[BudgetPoint]]], ceiling: float | None, unit: str
+) -> Figure:
+    """Left: dMX (solid) and the best heuristic (dotted) by budget. Right: their difference.
+
+    Args:
+        curves: names and points.
+        ceiling: perplexity of the unquantized model, what the left is relative to; None: perplexity.
+        unit: of the budgets.
+    """
+    with styled():
+        figure, (left, right) = new_figure(1.7 * WIDTH, 4.3, columns=2)
+        budgets = sorted({point.limit for _, points in curves for point in points})
+        gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
+        apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
+        heights = []
+        for index, (name, points) in enumerate(curves):
+            colour, marker = _LOOKS[index % len(_LOOKS)]
+            xs, ours, theirs, noise = (np.array(column) for column in zip(*points, strict=True))
+            gain = 100 * (ours / theirs - 1)
+            if ceiling is not None:
+                ours, theirs = (100 * (side / ceiling - 1) for side in (ours, theirs))
+            heights += [*ours, *theirs]
+            style = {"color": colour, "marker": marker, "markeredgecolor": "white", "markersize": 6}
+            left.plot(xs, theirs, linestyle=(0, (1, 1.5)), linewidth=1.6, **style)
+            left.plot(xs, ours, linewidth=1.4, label=name, **style)
+            shift = apart * (index - (len(curves) - 1) / 2)
+            right.errorbar(xs + shift, gain, yerr=noise, linestyle="none", capsize=2.5, **style)
+        if ceiling is not None and min(heights) > 0:
+            log_axis(left, min(heights), max(heights))
+        left.set_ylabel("perplexity" if ceiling is None else "perplexity above bf16, %")
+        right.axhline(0, color=QUIET, linewidth=0.9)
+        right.set_ylabel("dMX minus best heuristic, %")
+        left.set_xlabel(f"budget, {unit}")
+        right.set_xlabel(f"budget, {unit} (points of a budget stand side by side)")
+        for axes in (left, right):
+            axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
+        right.grid(False, axis="x")
+        legend(left, columns=2)
+        note = "below 0: dMX is better; bars: one standard error"
+        right.set_title(note, fontsize=9, loc="left", color=QUIET)
+        kinds = "solid: best dMX\ndotted: best heuristic"
+        left.text(0.98, 0.97, kinds, transform=left.transAxes, ha="right", va="top", color=QUIET)
+    return figure

@@ -1,0 +1,57 @@
+"""Who can load the assignments of a run: export targets and their loaders, by method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dmx.assignment.targets import TARGETS, obstacles
+
+from .groups import Group
+from .html import Html, el, scroll_table
+from .reading import Assignments
+from .tables import limit_text
+
+_MAX_REASONED_COLUMNS = 4
+
+
+def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
+    """A row a loader, a column a method; a no says why."""
+    shown = [g for g in groups if any(row.assignment for row in g.rows)]
+    is_narrow = len(shown) > _MAX_REASONED_COLUMNS
+    heads = (el("th", g.name, el("small", limit_text(g)), scope="col") for g in shown)
+    lead = (el("th", "export target", scope="col"), el("th", "loads in", scope="col"))
+    body = []
+    for name, target in TARGETS.items():
+        for loader in target.loaders:
+            cells = []
+            for group in shown:
+                given = [assignments[row.assignment] for row in group.rows if row.assignment]
+                reasons = [
+                    obstacles(
+                        a["formats"], target, loader, a.get("unquantized") or (), a.get("input_formats")
+                    )
+                    for a in given
+                ]  # fmt: skip
+                cells.append(_cell(reasons, is_narrow))
+            body.append(el("tr", el("th", name, scope="row"), el("td", loader.name), cells))
+    note = (
+        "For the weights, and for inputs in other formats than these; a loader that also quantizes "
+        "inputs applies its own scale rule. "
+        "Layers in BF16 are left out of every target."
+    )
+    table = scroll_table(el("tr", lead, heads), body, cls="targets")
+    return el("div", table, el("p", note, cls="note"))
+
+
+def _cell(reasons: Sequence[Sequence[str]], is_narrow: bool) -> Html:
+    """Args:
+    reasons: of each assignment, why the loader does not take it.
+    """
+    good = sum(not why for why in reasons)
+    if good == len(reasons):
+        return el("td", "✓ yes", cls="yes")
+    first = next("; ".join(why) for why in reasons if why)
+    word = "✗ no" if not good else f"{good} of {len(reasons)}"
+    if is_narrow:
+        return el("td", word, cls="no", title=first)
+    return el("td", word, el("small", first), cls="no")

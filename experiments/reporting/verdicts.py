@@ -1,0 +1,82 @@
+"""What a run claims: each dMX result against the heuristic at its budget, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .differences import Difference, paired_difference, reference_of
+from .groups import Group, group_rows
+from .record import HEURISTICS, Record, Row, Verdict, budget_text
+from .texts import nats_text, spread_text, with_minus
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """One verdict per dMX group that has a heuristic at its budget (`reference_of`); `beats` only
+    beyond SIGNIFICANT standard errors."""
+    groups = group_rows(rows)
+    made = []
+    for group in groups:
+        reference = reference_of(group, groups)
+        if not group.method.is_dmx or isinstance(reference, str):
+            continue
+        difference = paired_difference(group, reference)
+        made.append(Verdict(
+            text=_sentence(group, reference, difference), difference_nats=difference.mean,
+            stderr_nats=difference.stderr,
+            beats=bool(difference.is_clear and (difference.mean or 0.0) < 0),
+            budget=group.budget, against=reference.label,
+        ))  # fmt: skip
+    return made
+
+
+def verdict_texts(record: Record) -> list[str]:
+    """What a record claims: its own verdict, or where it has several dMX results one for each."""
+    every = verdicts(record.rows)
+    return [record.verdict.text] if record.verdict and len(every) < 2 else [v.text for v in every]
+
+
+def strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
+    """dMX against the best of the searches other than the paper's at its budget; None where the
+    verdict is of that one already."""
+    others = [
+        g for g in groups
+        if g.place == group.place and g.method.is_searched and not g.method.is_dmx
+        and g.method.search != HEURISTICS[0] and g.statistic("nll").mean is not None
+    ]  # fmt: skip
+    if not others:
+        return (
+            "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
+        )
+    best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
+    if best is reference_of(group, groups):
+        return None
+    difference = paired_difference(group, best)
+    amount = with_minus(nats_text(difference.mean, difference.stderr))
+    return f"Against {best.name}{budget_suffix(group)}, the strongest other search: {amount} nats/token."
+
+
+def budget_suffix(group: Group) -> str:
+    """`, ≤ 5 element_bits`; nothing without a budget."""
+    return f", ≤ {group.budget}" if group.budget else ""
+
+
+def _sentence(group: Group, reference: Group, difference: Difference) -> str:
+    where = f" at {budget_text(group.budget)}" if group.budget else ""
+    ours, theirs = group.statistic("perplexity"), reference.statistic("perplexity")
+    against = f"perplexity {spread_text(ours)} against {spread_text(theirs)}"
+    if difference.mean is None or difference.stderr is None:
+        claim = f"{group.name} and {reference.name}{where} cannot be compared"
+        return f"{claim}: {difference.reason}; {against}."
+    side = "lower" if difference.mean < 0 else "higher"
+    amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token {side}"
+    if difference.mean == 0:
+        amount = "equal"
+    if not difference.is_clear:
+        claim = f"tie: {group.name} and {reference.name} cannot be told apart{where}"
+    elif difference.mean < 0:
+        claim = f"{group.name} beats {reference.name}{where}"
+    else:
+        claim = f"{group.name} does not beat {reference.name}{where}"
+    seeds = min(len(group.seeds), len(reference.seeds))
+    sample = f"{difference.windows} windows, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
+    return f"{claim}: loss {amount} (paired over {sample}), {against}."
