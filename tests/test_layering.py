@@ -19,8 +19,8 @@ RANKS = {
     "dmx.assignment": 6,
     "dmx.transforms": 7,
     "dmx.applying": 8,
-    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 10,
-    "dmx.weights": 11,
+    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 9,
+    "dmx.weights": 10,
 }  # fmt: skip
 ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""

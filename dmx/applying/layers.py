@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dmx.applying.quantizers import BlockQuantizer, Quantizer
 from dmx.applying.stored import StoredWeight, from_bytes
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import linear_layers
 from dmx.errors import ModelError
+from dmx.models.linears import linear_layers
 from dmx.models.loading import check_searchable
 from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torch import nn
 
-from dmx.assignment.budget import OPERANDS, Budget, Operand, SearchSpace, Units, linear_layers
+from dmx.assignment.budget import OPERANDS, Budget, Operand, SearchSpace, Units
 from dmx.errors import AssignmentError, FormatError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
@@ -31,7 +31,8 @@ from dmx.formats import (
     get_block_format,
     get_mx_format,
 )
-from dmx.models.loading import architecture_sha256
+from dmx.models.identity import architecture_sha256
+from dmx.models.linears import linear_layers
 
 SCHEMA = "dmx.assignment/1"
 _OBJECT, _OPTIONAL = (dict, "an object"), ((dict, type(None)), "an object or null")

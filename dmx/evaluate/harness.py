@@ -36,14 +36,15 @@ from torch import Tensor, nn
 from dmx.applying.layers import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.applying.stored import StoredWeight
+from dmx.data.batches import check_fits_model
 from dmx.data.texts import data_folder
 from dmx.errors import DataError, DmxError, ModelError, RunError
 from dmx.files import sha256, write_json
 from dmx.hub import datasets_offline, hub_error_kind, hub_is_reachable
+from dmx.models.identity import model_fingerprint
 from dmx.models.loading import max_positions
+from dmx.models.running import evaluating
 from dmx.progress import progress
-from dmx.searching.batches import check_fits_model
-from dmx.searching.run import model_fingerprint
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "winogrande")
 METRICS = {
@@ -272,21 +273,14 @@ class ZeroShot:
         # Longest first: what does not fit shows at once. Equal lengths need no padding.
         order = np.argsort(-lengths, kind="stable")
         answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
-        was_training = model.training
-        model.eval()
-        try:
-            with cached_weights(model):
-                batches = list(self._batches(model, lengths, order))
-                with progress(
-                    f"zero-shot {label}".strip(), len(batches), quiet=self.quiet
-                ) as advance:
-                    for rows in batches:
-                        scored = self._fit(model, [requests[i] for i in rows], longest)
-                        for i, answer in zip(rows, scored, strict=True):
-                            answers[i] = answer
-                        advance("")
-        finally:
-            model.train(was_training)
+        with evaluating(model), cached_weights(model):
+            batches = list(self._batches(model, lengths, order))
+            with progress(f"zero-shot {label}".strip(), len(batches), quiet=self.quiet) as advance:
+                for rows in batches:
+                    scored = self._fit(model, [requests[i] for i in rows], longest)
+                    for i, answer in zip(rows, scored, strict=True):
+                        answers[i] = answer
+                    advance("")
         if wrong := sum(not math.isfinite(value) for value, _ in answers):
             raise NonFiniteError(
                 f"{wrong} of {len(answers)} log likelihoods are not finite: the model gives NaN or "

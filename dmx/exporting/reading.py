@@ -17,10 +17,11 @@ import numpy as np
 from torch import nn
 
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import SearchSpace, linear_layers, own_elements
+from dmx.assignment.budget import SearchSpace
 from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
+from dmx.models.linears import linear_layers, own_elements
 
 Chooser = Callable[[str], "BlockFormat | None"]
 """layer name -> format; None = not quantized"""

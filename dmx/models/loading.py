@@ -15,7 +15,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.hub import hub_error_kind, hub_is_reachable
+from dmx.models.identity import architecture_sha256
 from dmx.models.searchable import check_not_quantized, check_searchable
 from dmx.models.tiny import TinyConfig, byte_tokenizer, make_tiny, tiny_model_config, train_tiny
 
@@ -35,7 +35,6 @@ __all__ = [
     "LoadedModel",
     "ModelConfig",
     "TinyConfig",
-    "architecture_sha256",
     "byte_tokenizer",
     "check_searchable",
     "load_model",
@@ -157,53 +156,6 @@ def max_positions(model_config: Any) -> int | None:
     """The longest window the model has positions for, in tokens; None where it states none."""
     found = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     return int(found) if found is not None else None
-
-
-# ---------------------------------------------------------------- identity
-
-ARCHITECTURE_KEYS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-)
-
-
-def architecture_sha256(model_config: Any, *, is_tied: bool | None = None) -> str:
-    """Hash of what makes two models the same architecture; equal before saving and after loading.
-
-    Covers ARCHITECTURE_KEYS and rope_theta, not dtype, names, token ids or library versions.
-    Floats count with six digits: a GGUF file holds them in float32.
-
-    Args:
-        is_tied: the hash as if `tie_word_embeddings` were so; None: as it is. Folded rotations untie.
-    """
-    text = model_config.get_text_config()
-    facts = {key: getattr(text, key, None) for key in ARCHITECTURE_KEYS}
-    if is_tied is not None:
-        facts["tie_word_embeddings"] = is_tied
-    rope = getattr(text, "rope_parameters", None) or {}
-    facts["rope_theta"] = float(rope.get("rope_theta", getattr(text, "rope_theta", None) or 0))
-    heads = facts["num_attention_heads"]
-    if heads:  # older configs leave out what follows from the others
-        facts["num_key_value_heads"] = facts["num_key_value_heads"] or heads
-        facts["head_dim"] = facts["head_dim"] or facts["hidden_size"] // heads
-    for key, value in facts.items():
-        facts[key] = format(value, ".6g") if isinstance(value, float) else value
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def _revision(where: _Where) -> str | None:

@@ -10,7 +10,7 @@ from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
 from dmx.assignment.budget import Budget, build_space
 from dmx.errors import AssignmentError, RunError
 from dmx.formats import get_block_format, get_family
-from dmx.models.loading import architecture_sha256
+from dmx.models.identity import architecture_sha256
 
 
 def made(model, choice=(0, 1), **options):

@@ -11,10 +11,10 @@ import dmx
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import build_space
 from dmx.formats import get_family
+from dmx.models.running import model_logits
 from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig
 from dmx.searching.ablation import unit_ablation
-from dmx.searching.objective import model_logits
 from experiments import compare, evaluate
 from experiments.reporting.maps import agreement, raised_by_projection
 

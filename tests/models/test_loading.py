@@ -12,10 +12,10 @@ from torch import nn
 
 from dmx.data.texts import DataConfig, check_tokens, encode, load_text, token_batches
 from dmx.errors import ModelError
+from dmx.models.identity import architecture_sha256
 from dmx.models.loading import (
     ModelConfig,
     TinyConfig,
-    architecture_sha256,
     byte_tokenizer,
     check_searchable,
     load_model,

@@ -17,9 +17,9 @@ from dmx.assignment.budget import Budget, build_space, is_maximal
 from dmx.data.texts import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
+from dmx.models.running import is_purely_causal
 from dmx.searching import SearchConfig, search_space, uniform_assignment
 from dmx.searching.differentiable import STATE_FILE
-from dmx.searching.graph import is_purely_causal
 from dmx.searching.result import SearchResult
 
 
