@@ -24,7 +24,7 @@ from dmx.assignment.budget import Budget
 from dmx.errors import AssignmentError
 from dmx.files import write_json, write_text
 from dmx.formats import MX_FORMATS
-from dmx.models.loading import meta_model
+from dmx.models import meta_model
 from dmx.searching import search_space
 from dmx.searching.ablation import unit_ablation
 from dmx.transforms.stage import Transform, transformed

@@ -10,7 +10,7 @@
 from omegaconf import DictConfig
 
 from dmx.formats import BF16
-from dmx.models.loading import meta_model
+from dmx.models import meta_model
 from dmx.searching import SearchConfig, search_space
 from experiments.running.config import EvaluateRun, build_root
 from experiments.running.rows import Bench, check_windows

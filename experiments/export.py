@@ -16,10 +16,10 @@ from torch import Tensor
 
 import dmx
 from dmx.assignment.assignment import Assignment
-from dmx.data.texts import DataPair, encode, load_text
+from dmx.data import DataPair, encode, load_text
 from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new, check_target
 from dmx.formats import BF16, check_choice
-from dmx.models.loading import ModelConfig, load_model, meta_model
+from dmx.models import ModelConfig, load_model, meta_model
 from experiments.running.config import ConfigError, RunConfig, _defaults, build_root
 from experiments.running.export_rows import actual_settings, export_facts, export_rows, verdict_text
 from experiments.running.run import Run, entry_point, tokens_sha256

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
 from dmx.formats import MX_FORMATS
-from dmx.models.loading import meta_model
+from dmx.models import meta_model
 from dmx.searching import search_space
 from experiments.reporting.results import HEURISTICS, verdicts
 from experiments.running.config import SearchRun, build_root

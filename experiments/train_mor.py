@@ -21,11 +21,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
 import mor
-from dmx.data.texts import DataConfig, DataPair, check_window, encode, load_text
+from dmx.data import DataConfig, DataPair, check_window, encode, load_text
 from dmx.errors import DmxError, RunError
 from dmx.files import write_json
 from dmx.formats import check_choice
-from dmx.models.loading import LoadedModel, ModelConfig, load_model, max_positions, meta_model
+from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
 from dmx.progress import progress
 from experiments.reporting.report_training import (
     comparison,

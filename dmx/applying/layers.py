@@ -14,8 +14,8 @@ from dmx.applying.quantizers import BlockQuantizer, Quantizer
 from dmx.applying.stored import StoredWeight, from_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
+from dmx.models import check_searchable
 from dmx.models.linears import linear_layers
-from dmx.models.loading import check_searchable
 from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.block import BlockRotation

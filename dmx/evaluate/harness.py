@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from dmx.applying.layers import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.applying.stored import StoredWeight
+from dmx.data import data_folder
 from dmx.data.batches import check_fits_model
-from dmx.data.texts import data_folder
 from dmx.errors import DataError, DmxError, ModelError, RunError
 from dmx.files import sha256, write_json
 from dmx.hub import datasets_offline, hub_error_kind, hub_is_reachable
+from dmx.models import max_positions
 from dmx.models.identity import model_fingerprint
-from dmx.models.loading import max_positions
 from dmx.models.running import evaluating
 from dmx.progress import progress
 

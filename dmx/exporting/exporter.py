@@ -27,7 +27,7 @@ from dmx.exporting.verify import Verification, check_files, check_loading, check
 from dmx.exporting.writing import Part, check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.formats import check_choice
-from dmx.models.loading import ModelConfig, load_model, meta_model
+from dmx.models import ModelConfig, load_model, meta_model
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform, transformed
 
 LAYOUTS: dict[str, Layout] = {

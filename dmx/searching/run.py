@@ -19,8 +19,8 @@ from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
+from dmx.models import check_searchable
 from dmx.models.identity import model_fingerprint
-from dmx.models.loading import check_searchable
 from dmx.progress import Stopwatch
 from dmx.searching.config import SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch

@@ -17,11 +17,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from dmx.assignment.budget import Budget
-from dmx.data.texts import DataConfig, DataPair
+from dmx.data import DataConfig, DataPair
 from dmx.errors import DmxError
 from dmx.evaluate.harness import TASKS, check_settings
 from dmx.formats import MX_FORMATS, BitUnit, check_choice
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
 from dmx.transforms.stage import TRANSFORMS

@@ -14,11 +14,11 @@ import mor
 from dmx.applying.layers import restore
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
+from dmx.data import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
-from dmx.models.loading import ModelConfig, load_model, max_positions
+from dmx.models import ModelConfig, load_model, max_positions
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
 from dmx.weights.gptq import GptqConfig, gptq

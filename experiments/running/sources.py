@@ -19,7 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
 from dmx.formats import BlockFormat, get_block_format
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments.running.config import ConfigError
 from experiments.running.rows import row_label

@@ -19,7 +19,7 @@ from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import exporter, writing
 from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
-from dmx.models.loading import ModelConfig, TinyConfig, meta_model
+from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from tests.exporting.conftest import VLLM, mixed, unequal
 

@@ -14,7 +14,7 @@ from torch import nn
 import dmx
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget, build_space, is_maximal
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
 from dmx.models.running import is_purely_causal

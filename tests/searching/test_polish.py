@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dmx
 from dmx.assignment.budget import Budget, is_maximal, project
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, disturbances, search_space

@@ -21,7 +21,7 @@ from dmx.applying.layers import quantized_layers
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import build_space
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element
