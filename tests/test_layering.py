@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     "dmx.errors": 0,
     "dmx.formats": 1,
-    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.state": 1,
+    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1,
+    "dmx.state": 2,
     "dmx.numerics": 2,
     "dmx.kernels": 3,
     "dmx.data": 4,
