@@ -5,8 +5,8 @@ from dmx.applying.quantizers import continuous_fake_quant, fake_quant
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
 from dmx.evaluate.divergence import kl_divergence
-from dmx.evaluate.harness import zero_shot
 from dmx.evaluate.perplexity import perplexity
+from dmx.evaluate.zero_shot import zero_shot
 from dmx.exporting import export, load_exported
 from dmx.kernels.ops import quantize
 from dmx.searching import SearchConfig, SearchResult, search

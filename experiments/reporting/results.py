@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dmx.evaluate.harness import paired_difference as mean_difference
+from dmx.evaluate.statistics import paired_difference as mean_difference
 
 Row = Mapping[str, Any]
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmx.assignment.budget import Budget
 from dmx.data import DataConfig, DataPair
 from dmx.errors import DmxError
-from dmx.evaluate.harness import TASKS, check_settings
+from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import MX_FORMATS, BitUnit, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig

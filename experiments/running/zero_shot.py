@@ -9,7 +9,7 @@ from torch import nn
 
 from dmx.applying.layers import Safety, apply, restore
 from dmx.assignment.assignment import Assignment
-from dmx.evaluate.harness import NonFiniteError, ZeroShot
+from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot
 from experiments.running.config import EvalConfig
 from experiments.running.run import Run
 
