@@ -52,7 +52,7 @@ def main(cfg: DictConfig) -> float | None:
             bench.searched(config.search, config.budget, name="assignment")
         if config.search.name == "differentiable":
             found = Assignment.load(run.path("assignment.json")).search
-            run.actual["search"] = {k: found[k] for k in ("steps", "cuda_graph") if k in found}
+            run.actual["search"] = {"steps": found.steps, "cuda_graph": found.cuda_graph}
         claims = verdicts(run.rows)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

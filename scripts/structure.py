@@ -52,7 +52,9 @@ def imported(module: Module, known: Mapping[str, Module]) -> Iterator[str]:
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            base = ".".join([*(above if node.level else []), *([node.module] if node.module else [])])
+            base = ".".join(
+                [*(above if node.level else []), *([node.module] if node.module else [])]
+            )
             for alias in node.names:
                 whole = f"{base}.{alias.name}"
                 name = whole if whole in known else base
@@ -113,7 +115,9 @@ def measure(root: Path, packages: tuple[str, ...]) -> dict[str, str]:
     everything = {n: m for package in PACKAGES for n, m in read_modules(root, package).items()}
     modules = {n: m for n, m in everything.items() if n.split(".")[0] in packages}
     graph = {n: set(imported(m, everything)) & set(modules) for n, m in modules.items()}
-    arrows = {(room(a), room(b)) for a, targets in graph.items() for b in targets if room(a) != room(b)}
+    arrows = {
+        (room(a), room(b)) for a, targets in graph.items() for b in targets if room(a) != room(b)
+    }
     lengths = [_length(f) for m in modules.values() for f in functions(m.tree)]
     public = list(chain.from_iterable(public_functions(m.tree) for m in modules.values()))
     documented = sum(ast.get_docstring(f) is not None for f in public)

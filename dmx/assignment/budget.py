@@ -31,8 +31,10 @@ from dmx.errors import BudgetError, ModelError
 from dmx.formats import (
     BIT_UNITS,
     BLOCK_SIZE,
+    OPERANDS,
     BitUnit,
     BlockFormat,
+    Operand,
     check_choice,
     get_block_format,
 )
@@ -41,8 +43,6 @@ from dmx.models.linears import fused_group, linear_layers, match_layers, own_ele
 Units = Literal["fused", "layer"]
 Weighting = Literal["elements", "layers"]
 Operands = Literal["joint", "separate"]
-Operand = Literal["weight", "input"]
-OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dmx.applying.layers import is_applied
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget, SearchSpace, build_space
+from dmx.assignment.facts import SearchFacts
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
@@ -172,7 +173,7 @@ def search(
             choice, preference, rounds = polish.choice, polish.preference(), polish.rows
     assignment = make_assignment(
         space, choice, model,
-        scale_rule=config.scale_rule, budget=budget, search=config.summary(),
+        scale_rules=config.scale_rule, budget=budget, search=config.summary(),
     )  # fmt: skip
     return SearchResult(
         assignment=transform.attach(assignment, model),
@@ -205,8 +206,8 @@ def uniform_assignment(
     space = search_space(model, replace(config, operands="joint"))
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
-    summary = {"name": "uniform", "family": None, "seed": config.seed}
-    made = make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)
+    facts = SearchFacts(name="uniform", seed=config.seed)
+    made = make_assignment(alone, choice, model, scale_rules=config.scale_rule, search=facts)
     return asked_transform(config, alone).attach(made, model)
 
 

@@ -428,8 +428,8 @@ class _Rounding:
         by_format: dict[BlockFormat, list[str]] = {}
         for name in names:
             by_format.setdefault(self.assignment.block_format(name), []).append(name)
-        rule = self.assignment.scale_rule
         for block_format, together in by_format.items():
+            rule = self.assignment.rule("weight", block_format)
             weights = [part[name].weight.detach() for name in together]
             target = torch.cat(weights).float()
             if seen.cross is not None:
@@ -552,7 +552,7 @@ def gptq(
             on with the same numbers; it may be deleted afterwards.
 
     Returns:
-        An assignment whose `rounding` says how; its tensors are written by `save`.
+        An assignment whose `weights` says how; its tensors are written by `save`.
 
     Raises:
         AssignmentError: it is rounded already, or for another model. ModelError: applied already,
@@ -560,9 +560,9 @@ def gptq(
         batches. RunError: damping, a Hessian that cannot be used, or a folder of another rounding.
     """
     check_damping(damping)
-    if assignment.rounding is not None:
+    if assignment.weights is not None:
         raise AssignmentError(
-            f"the assignment is rounded already ({assignment.rounding.get('name')}). Give the one "
+            f"the assignment is rounded already ({assignment.weights.get('name')}). Give the one "
             "that the search left."
         )
     listed = list_batches(batches, model)
@@ -586,7 +586,7 @@ def gptq(
         finally:
             restore(model)
     in_order = {name: rounded[name] for name in assignment.formats if name in rounded}
-    return assignment.with_artifact("rounding", to_bytes(in_order, fingerprint), facts)
+    return assignment.with_artifact("weights", to_bytes(in_order, fingerprint), facts)
 
 
 def _check_no_shared_weights(model: nn.Module) -> None:
@@ -605,7 +605,7 @@ def _fingerprint(model: nn.Module, assignment: Assignment, facts: dict[str, Any]
     body = {
         "facts": facts, "formats": dict(assignment.formats),
         "input_formats": assignment.input_formats and dict(assignment.input_formats),
-        "scale_rule": assignment.scale_rule,
+        "scale_rules": {k: dict(v) for k, v in assignment.scale_rules.items()},
         "transform": assignment.transform and dict(assignment.transform),
         **model_fingerprint(model),
     }  # fmt: skip

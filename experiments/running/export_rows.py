@@ -56,7 +56,7 @@ def export_rows(
         row = run.measure(
             model, None, EvaluationConfig(), label=label, assignment=assignment,
             operands="W+A" if done.inputs else "W", path="assignment.json",
-            search=assignment.search.get("name"),
+            search=assignment.search.name,
         )  # fmt: skip
         if windows and found is not None and loss is not None:
             row = {k: v for k, v in row.items() if k not in _OVER} | {

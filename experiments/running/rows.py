@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import mor
 from dmx.applying.layers import restore
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
+from dmx.assignment.facts import SearchFacts
 from dmx.data import DataPair, check_window, encode, load_text, token_batches
+from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
@@ -28,11 +30,11 @@ from experiments.running.run import Run, tokens_sha256
 from experiments.running.zero_shot import measure_zero_shot
 
 
-def row_label(search: Mapping[str, Any], otherwise: str = "") -> str:
+def row_label(search: SearchFacts, otherwise: str = "") -> str:
     """What tables call the rows of a search, given what its assignment says of it."""
-    name = str(search.get("name") or otherwise)
+    name = search.name or otherwise
     label = "dmx" if name == "differentiable" else name
-    return f"{label} + polish" if search.get("polish_rounds") else label
+    return f"{label} + polish" if search.polish_rounds else label
 
 
 def choice_per(assignment: Assignment | None) -> str | None:
@@ -40,7 +42,7 @@ def choice_per(assignment: Assignment | None) -> str | None:
     one. Not to be confused with `operands`, which of them are quantized."""
     if assignment is None:
         return None
-    separate = assignment.search.get("operands") == "separate"
+    separate = assignment.search.choices == "separate"
     return "operand" if separate or assignment.unequal else "unit"
 
 
@@ -194,8 +196,8 @@ class Bench:
             damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
             folder=self.run.path(f"{stem}.gptq"),
         )  # fmt: skip
-        facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
-        return dataclasses.replace(rounded, rounding=facts)
+        facts = {**(rounded.weights or {}), "seconds": clock.seconds}
+        return dataclasses.replace(rounded, weights=facts)
 
     def rows(self, label: str, path: str, make: Make, *, guarded: bool = True) -> None:
         """Rows of one assignment, which is kept under `path` of the run's folder: one for each
@@ -217,12 +219,12 @@ class Bench:
         self, label: str, operands: str, assignment: Assignment | None, path: str | None,
         net: mor.SafetyNet | None,
     ) -> dict[str, Any]:  # fmt: skip
-        found: Any = {} if assignment is None else assignment.search
-        kind = found.get("name")
-        if found.get("polish_rounds") and kind != "differentiable":
+        found = SearchFacts() if assignment is None else assignment.search
+        kind = found.name
+        if found.polish_rounds and kind != "differentiable":
             kind = f"{kind}{POLISH}"  # no bare heuristic for any table to compare with
         transform = None if assignment is None else assignment.transform
-        rounding = None if assignment is None else assignment.rounding
+        rounding = None if assignment is None else assignment.weights
         per = choice_per(assignment)
         if per == "operand":
             label = f"{label}, separate operands"
@@ -237,9 +239,9 @@ class Bench:
         row = self.run.measure(
             self.model, self.tokens, self.evaluation, label=label, operands=operands,
             assignment=assignment, path=path, search=kind,
-            search_seconds=found.get("seconds"), seed=found.get("seed"), safety=net,
+            search_seconds=found.seconds, seed=found.seed, safety=net,
         )  # fmt: skip
-        row["search_peak_memory_bytes"] = found.get("peak_memory_bytes")
+        row["search_peak_memory_bytes"] = found.peak_memory_bytes
         row["safety"] = None if net is None else net.report()
         row["choice_per"] = per
         row["format_counts"] = (
@@ -268,8 +270,10 @@ class Bench:
         if not target.exists():
             assignment, facts = make()
             if facts:
-                assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
+                assignment = dataclasses.replace(
+                    assignment, search=dataclasses.replace(assignment.search, **facts)
+                )
             assignment.save(target)
-            if assignment.rounding is not None:  # saved, so what it would be resumed from can go
+            if assignment.weights is not None:  # saved, so what it would be resumed from can go
                 shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
         return Assignment.load(target)

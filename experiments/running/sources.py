@@ -61,7 +61,9 @@ class Source:
             return f"files {self.files.resolve().name}"
         found = assignment.search
         return (
-            f"{found['tool']} config" if "tool" in found else row_label(found, Path(self.name).stem)
+            f"{found.tool} config"
+            if found.tool is not None
+            else row_label(found, Path(self.name).stem)
         )
 
 

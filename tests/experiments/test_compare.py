@@ -93,7 +93,7 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     for name in ("kl+polish", "differentiable+polish"):
         folder = tmp_path / "run" / f"{name}-4.7-seed0"
         log = [json.loads(line) for line in (folder / "polish.jsonl").read_text().splitlines()]
-        assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search["kl"]
+        assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search.kl
     code, _out, err = run(
         evaluate, *TINY[:-2], f"assignments=[{folder}/assignment.json]",
         f"run.folder={tmp_path}/again",

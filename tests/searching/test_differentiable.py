@@ -137,7 +137,7 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
         assignment = dmx.search(model, batches, budget, config).assignment
         choice = space.choice_of(assignment.formats, assignment.input_formats)
         assert assignment.input_formats is None or operands == "separate"
-        assert assignment.search.get("operands", "joint") == operands
+        assert assignment.search.choices == operands
         assert is_maximal(space, budget, choice)
         assert assignment.bits[unit] == space.average(choice, unit) <= budget.limit
         assert assignment.formats["model.layers.0.mlp.down_proj"] == "mxfp8_e4m3"

@@ -89,7 +89,7 @@ def test_each_round_is_measured_right_and_none_is_worse(tiny):
     assert [row["round"] for row in result.polish] == list(range(len(kls)))
     assert all(row["bits"] <= 4.8 and row["seconds"] >= 0 for row in result.polish)
     assert unpolished.polish == [] and result.assignment != unpolished.assignment
-    assert result.assignment.search["polish_rounds"] == 8
+    assert result.assignment.search.polish_rounds == 8
     reference = copy.deepcopy(model)
     for found, kl in ((unpolished, kls[0]), (result, kls[-1])):
         dmx.apply(model, found.assignment)

@@ -716,8 +716,8 @@ def test_saving_elsewhere_takes_the_file_along_under_the_name_of_the_assignment(
     assert second.content("transform") == assignment.content("transform")
     second.save(tmp_path / "b" / "best.json")  # onto itself
     assert Assignment.load(tmp_path / "b" / "best.json").content("transform")
-    with pytest.raises(AssignmentError, match=r"rounding .* names no file"):
-        first.artifact("rounding")
+    with pytest.raises(AssignmentError, match=r"weights .* names no file"):
+        first.artifact("weights")
     with pytest.raises(AssignmentError, match="Save it first"):
         assignment.artifact("transform")
 
