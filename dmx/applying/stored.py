@@ -81,7 +81,7 @@ class StoredWeight:
         difference = float((_sample(weight) - self.sample).norm() / self.sample.norm())
         if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(_sample(weight), self.sample):
             raise AssignmentError(
-                f"the assignment's weights were made for others: {layer} differs by "
+                f"the assignment's weights were made from other weights: {layer} differs by "
                 f"{difference:.2%} from the weight that was rounded. Load the model that was "
                 "rounded (id, revision, transform), or round this one."
             )

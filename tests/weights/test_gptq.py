@@ -653,7 +653,7 @@ def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(-1)
-    with pytest.raises(AssignmentError, match=r"weights were made for others"):
+    with pytest.raises(AssignmentError, match=r"weights were made from other weights"):
         dmx.export(other, rounded, tmp_path / "other", target=target, verify=False)
     assert not (tmp_path / "other").exists()
 
