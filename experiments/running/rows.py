@@ -16,7 +16,6 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.data import DataPair, check_window, encode, load_text, token_batches
-from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
