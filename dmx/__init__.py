@@ -1,16 +1,24 @@
-"""A learned MXFP format for every layer of a language model, under a bit budget."""
+"""A learned MXFP format for every layer of a language model, under a bit budget.
 
-from dmx.applying.layers import apply, restore
-from dmx.applying.quantizers import continuous_fake_quant, fake_quant
-from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import Budget
-from dmx.evaluate.divergence import kl_divergence
-from dmx.evaluate.harness import zero_shot
-from dmx.evaluate.perplexity import perplexity
-from dmx.exporting import export, load_exported
-from dmx.kernels.ops import quantize
-from dmx.searching import SearchConfig, SearchResult, search
-from dmx.weights.gptq import gptq
+The public names are imported when they are first used: `import dmx` alone, and with it `dmx --help`,
+loads neither torch nor transformers.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dmx.applying.layers import apply, restore
+    from dmx.applying.quantizers import continuous_fake_quant, fake_quant
+    from dmx.assignment.assignment import Assignment
+    from dmx.assignment.budget import Budget
+    from dmx.evaluate.divergence import kl_divergence
+    from dmx.evaluate.perplexity import perplexity
+    from dmx.evaluate.zero_shot import zero_shot
+    from dmx.exporting import export, load_exported
+    from dmx.kernels.ops import quantize
+    from dmx.searching import SearchConfig, SearchResult, search
+    from dmx.weights.gptq import gptq
 
 __version__ = "0.1.0"
 
@@ -32,3 +40,31 @@ __all__ = [
     "search",
     "zero_shot",
 ]
+
+_HOMES = {
+    "applying.layers": ("apply", "restore"),
+    "applying.quantizers": ("continuous_fake_quant", "fake_quant"),
+    "assignment.assignment": ("Assignment",),
+    "assignment.budget": ("Budget",),
+    "evaluate.divergence": ("kl_divergence",),
+    "evaluate.perplexity": ("perplexity",),
+    "evaluate.zero_shot": ("zero_shot",),
+    "exporting": ("export", "load_exported"),
+    "kernels.ops": ("quantize",),
+    "searching": ("SearchConfig", "SearchResult", "search"),
+    "weights.gptq": ("gptq",),
+}
+"""Module -> its public names, as above; a test holds the two together."""
+_HOME_OF = {name: f"dmx.{module}" for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'dmx' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,9 +14,15 @@ from typing import Literal, get_args
 
 from dmx.errors import FormatError
 
+Operand = Literal["weight", "input"]
+"""One side of a linear layer's product."""
+OPERANDS: tuple[Operand, ...] = get_args(Operand)
+
 ScaleRule = Literal["floor", "ceil", "even", "rceil"]
-"""How the shared exponent follows from a block's amax; see `dmx.numerics.scaling`."""
+"""How the shared exponent follows from a block; see `dmx.numerics.scaling`."""
 SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
+RULE_OPERANDS: dict[ScaleRule, tuple[Operand, ...]] = dict.fromkeys(SCALE_RULES, OPERANDS)
+"""The operands that a rule is for; one that looks at more than amax is for weights alone."""
 
 BitUnit = Literal["element_bits", "bits_per_element"]
 """element_bits: nominal 4/6/8. bits_per_element: scales included, equals exported bytes."""
@@ -213,3 +219,8 @@ def check_choice(value: object, allowed: tuple[str, ...], setting: str) -> None:
             f"{setting}={value!r} is not allowed.{_nearest(str(value), list(allowed))} "
             f"Allowed: {', '.join(allowed)}."
         )
+
+
+def check_rule(value: object, operand: Operand, setting: str) -> None:
+    """Raise FormatError unless value is a scale rule for this operand; says which are."""
+    check_choice(value, tuple(r for r, on in RULE_OPERANDS.items() if operand in on), setting)

@@ -13,9 +13,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
-from dmx.data.texts import DataPair
+from dmx.data import DataPair
 from dmx.formats import BitUnit, check_choice
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
 from dmx.weights.gptq import ROUNDINGS, GptqConfig
 

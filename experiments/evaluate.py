@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from dmx.data.texts import DataPair
+from dmx.data import DataPair
 from dmx.formats import MX_FORMATS, check_choice
-from dmx.models.loading import ModelConfig, meta_model
+from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.transforms.stage import TRANSFORMS
 

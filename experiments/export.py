@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from dmx.data.texts import DataPair, load_text
+from dmx.data import DataPair, load_text
 from dmx.exporting import EXPORT_TARGETS, PROFILES
 from dmx.formats import check_choice
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 
 from .running.composing import build_root
 from .running.exports import Export, export_verdict

@@ -10,9 +10,9 @@ from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data.texts import DataPair
+from dmx.data import DataPair
 from dmx.formats import check_choice
-from dmx.models.loading import ModelConfig, meta_model
+from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.weights.gptq import ROUNDINGS, GptqConfig
 
@@ -73,7 +73,7 @@ def main(cfg: DictConfig) -> float | None:
         measure_search(bench, config.search, config.budget, config.baselines)
         if config.search.name == "differentiable":
             done = Assignment.load(run.path("assignment.json")).search
-            run.actual["search"] = {k: done[k] for k in ("steps", "cuda_graph") if k in done}
+            run.actual["search"] = {"steps": done.steps, "cuda_graph": done.cuda_graph}
         claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

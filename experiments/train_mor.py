@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from omegaconf import DictConfig
 
 import mor
-from dmx.data.texts import DataPair
+from dmx.data import DataPair
 from dmx.formats import check_choice
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 from mor.training import TrainConfig
 
 from .reporting.recipes import comparison, comparison_text

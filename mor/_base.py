@@ -6,6 +6,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError
 from dmx.files import write_atomic, write_json
 from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
+from dmx.models.running import evaluating, model_logits
 from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics.distances import relative_error
 from dmx.numerics.mx import check_input
@@ -31,8 +32,10 @@ __all__ = [
     "apply",
     "check_choice",
     "check_input",
+    "evaluating",
     "exact_power_of_two",
     "float_exponent",
+    "model_logits",
     "put_back",
     "relative_error",
     "replace_layers",

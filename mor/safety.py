@@ -26,6 +26,8 @@ from mor._base import (
     BlockFormat,
     Quantizer,
     apply,
+    evaluating,
+    model_logits,
     relative_error,
     restore,
     write_json,
@@ -145,18 +147,15 @@ class SafetyNet:
         """
         margins = _margins(margin)
         recorder = _Recorder()
-        was_training, device = model.training, next(model.parameters()).device
-        n_batches = 0
-        apply(model, assignment, safety=recorder)
-        try:
-            model.eval()
-            with torch.no_grad():
+        n_batches, device = 0, next(model.parameters()).device
+        with evaluating(model), torch.no_grad():
+            apply(model, assignment, safety=recorder)
+            try:
                 for batch in batches:
-                    model(input_ids=batch.to(device), use_cache=False)
+                    model_logits(model, batch.to(device))
                     n_batches += 1
-        finally:
-            restore(model)
-            model.train(was_training)
+            finally:
+                restore(model)
         if not n_batches:
             raise MorError("batches is empty: the safety net needs calibration data to see errors")
         calibrated: dict[str, dict[str, Calibrated]] = {}

@@ -20,11 +20,6 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dmx.errors import DmxError  # noqa: E402
-from experiments.reporting.markdown import markdown  # noqa: E402
-from experiments.reporting.pages.mor import mor_page  # noqa: E402
-from experiments.reporting.pages.quality import overview, quality_page  # noqa: E402
-from experiments.reporting.plots import pareto  # noqa: E402
 from experiments.reporting.quality_tables import pooled  # noqa: E402
 from experiments.reporting.results import (  # noqa: E402
     SEPARATE_NOTE,
@@ -34,6 +29,12 @@ from experiments.reporting.results import (  # noqa: E402
     group_rows,
     spread_text,
 )
+
+from dmx.errors import DmxError  # noqa: E402
+from experiments.reporting.markdown import markdown  # noqa: E402
+from experiments.reporting.pages.mor import mor_page  # noqa: E402
+from experiments.reporting.pages.quality import overview, quality_page  # noqa: E402
+from experiments.reporting.plots import pareto  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import dmx
 from dmx.assignment.assignment import Assignment
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.formats import BLOCK_FORMATS, get_block_format
-from dmx.models.loading import ModelConfig, load_model
+from dmx.models import ModelConfig, load_model
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments.reporting.pages.net import LARGEST_RATE, LARGEST_RATIO, LARGEST_SAVED, LEAST_HURT
 from mor import SafetyNet

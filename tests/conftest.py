@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmx.models.loading import LoadedModel, ModelConfig, TinyConfig, load_model
+from dmx.models import LoadedModel, ModelConfig, TinyConfig, load_model
 from experiments.reporting.record import Record
 
 torch.set_num_threads(1)  # workers side by side would fight over the cores

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     "dmx.errors": 0,
     "dmx.formats": 1,
-    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1, "dmx.state": 1,
+    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1,
+    "dmx.state": 2,
     "dmx.numerics": 2,
     "dmx.kernels": 3,
     "dmx.data": 4,
@@ -22,8 +23,9 @@ RANKS = {
     "dmx.assignment": 6,
     "dmx.transforms": 7,
     "dmx.applying": 8,
-    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 10,
-    "dmx.weights": 11,
+    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 9,
+    "dmx.weights": 10,
+    "dmx.__main__": 11,
 }  # fmt: skip
 ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""
@@ -76,7 +78,9 @@ def test_every_part_of_dmx_has_its_place():
 @pytest.mark.parametrize("name", [n for n in KNOWN if n.startswith("dmx.")])
 def test_dmx_imports_from_its_left_only(name):
     for target in GRAPH[name]:
-        assert target != "dmx", f"{name} imports the package that imports it"
+        assert target != "dmx" or name == "dmx.__main__", (
+            f"{name} imports the package that imports it"
+        )
         if target.startswith("dmx.") and part(target) != part(name):
             assert RANKS[part(target)] < RANKS[part(name)], f"{name} imports {target}"
 
@@ -185,3 +189,22 @@ def test_no_function_of_the_package_hides_a_module_of_the_same_name():
 
     for name in dmx.__all__:
         assert f"dmx.{name}" not in KNOWN, f"import dmx.{name} would find the function"
+
+
+def test_each_public_name_is_imported_when_it_is_used_from_where_it_is_declared():
+    import dmx
+
+    names = {f"dmx.{module}.{name}" for module, found in dmx._HOMES.items() for name in found}
+    tree = ast.parse(Path(dmx.__file__).read_text())
+    declared = {
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("dmx")
+        for alias in node.names
+    }
+    assert names == declared
+    assert sorted(name.rpartition(".")[2] for name in names) == sorted(dmx.__all__)
+    assert all(callable(getattr(dmx, name)) for name in dmx.__all__)
+    assert set(dmx.__all__) <= set(dir(dmx))
+    with pytest.raises(AttributeError, match=r"'dmx' has no attribute 'serach'"):
+        _ = dmx.serach

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from dmx.applying.quantizers import BlockQuantizer, Quantizer
 from dmx.applying.stored import StoredWeight, from_bytes
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import linear_layers
 from dmx.errors import ModelError
-from dmx.models.loading import check_searchable
+from dmx.formats import Operand
+from dmx.models import check_searchable
+from dmx.models.linears import linear_layers
 from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.block import BlockRotation
@@ -115,7 +116,7 @@ def apply(
 
     Raises:
         ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
-        AssignmentError: the assignment is for another model, or its rounding for other weights.
+        AssignmentError: the assignment is for another model, or its weights are of another model.
     """
     if is_applied(model):
         raise ModelError(
@@ -128,12 +129,12 @@ def apply(
     transform = Transform.of(assignment)
     stored = stored_weights(assignment) if weights else {}
 
-    def quantizer(name: str, operand: str) -> Quantizer | None:
+    def quantizer(name: str, operand: Operand) -> Quantizer | None:
         of = assignment.block_format if operand == "weight" else assignment.input_format
         block_format = of(name)
         if block_format.element is None:
             return None
-        plain: Quantizer = BlockQuantizer(block_format, assignment.scale_rule)
+        plain: Quantizer = BlockQuantizer(block_format, assignment.rule(operand, block_format))
         if operand == "weight":
             plain = stored.get(name, plain)
         return plain if safety is None else safety.guard(plain, name, operand)
@@ -171,14 +172,14 @@ def apply(
 
 
 def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
-    """layer -> the weight that the assignment's rounding gave it; {} with nearest rounding.
+    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest.
 
     Raises:
         AssignmentError: its file is missing, damaged, or does not fit the assignment.
     """
-    if assignment.rounding is None:
+    if assignment.weights is None:
         return {}
-    return from_bytes(assignment.content("rounding"), assignment.formats, assignment.shapes)
+    return from_bytes(assignment.content("weights"), assignment.formats, assignment.shapes)
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:

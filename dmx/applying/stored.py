@@ -81,7 +81,7 @@ class StoredWeight:
         difference = float((_sample(weight) - self.sample).norm() / self.sample.norm())
         if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(_sample(weight), self.sample):
             raise AssignmentError(
-                f"the assignment's rounding was made for other weights: {layer} differs by "
+                f"the assignment's weights were made from other weights: {layer} differs by "
                 f"{difference:.2%} from the weight that was rounded. Load the model that was "
                 "rounded (id, revision, transform), or round this one."
             )
@@ -111,7 +111,7 @@ def from_bytes(
 
     def refuse(why: str) -> AssignmentError:
         return AssignmentError(
-            f"the file of the assignment's rounding {why}. Copy it again from where the assignment "
+            f"the file of the assignment's weights {why}. Copy it again from where the assignment "
             "came, or round again."
         )
 

@@ -1,51 +1,40 @@
 """The discrete answer: a format for every quantized layer, with what it needs to be trusted.
 
-The file is JSON, schema `dmx.assignment/1`. It carries layer names, formats and shapes, the model
-it belongs to, the bits, and how it was found. A file whose bits do not follow from its formats,
-or whose names do not fit the model, is refused.
+It carries layer names, formats and shapes, the model it belongs to, the scale rules, the bits, and
+how it was found; `dmx.assignment.file` describes its file. An assignment whose bits do not follow
+from its formats, or whose names do not fit the model, is refused.
 
-A transform or a rounding that needs tensors keeps them in a file of its own beside the JSON, an
-*artifact*, which is named there with its SHA-256.
+A transform or a stage of the weights that needs tensors keeps them in a file of its own beside the
+JSON, an *artifact*, which is named there with its SHA-256.
 """
 
-import json
-import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from torch import nn
 
-from dmx.assignment.budget import OPERANDS, Budget, Operand, SearchSpace, Units, linear_layers
-from dmx.errors import AssignmentError, FormatError
-from dmx.files import file_sha256, sha256, write_atomic, write_json
-from dmx.formats import (
-    BIT_UNITS,
-    SCALE_RULES,
-    BlockFormat,
-    ScaleRule,
-    get_block_format,
-    get_mx_format,
+from dmx.assignment.budget import Budget, SearchSpace
+from dmx.assignment.facts import SearchFacts
+from dmx.assignment.file import (
+    ARTIFACTS,
+    FIELDS,
+    SCHEMA,
+    ArtifactKind,
+    ScaleRules,
+    parse,
+    read_body,
+    used_rules,
 )
-from dmx.models.loading import architecture_sha256
-
-SCHEMA = "dmx.assignment/1"
-_OBJECT, _OPTIONAL = (dict, "an object"), ((dict, type(None)), "an object or null")
-_KINDS = (
-    ("model", *_OBJECT), ("bits", *_OBJECT), ("search", *_OBJECT), ("budget", *_OPTIONAL),
-    ("transform", *_OPTIONAL), ("rounding", *_OPTIONAL), ("unquantized", list, "a list"),
-)  # fmt: skip
-_FIELDS = (
-    "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rule",
-    "transform", "rounding", "bits", "budget", "search",
-)  # fmt: skip
-
-ArtifactKind = Literal["transform", "rounding"]
-ARTIFACTS: tuple[ArtifactKind, ...] = ("transform", "rounding")
+from dmx.errors import AssignmentError
+from dmx.files import file_sha256, sha256, write_atomic, write_json
+from dmx.formats import BIT_UNITS, OPERANDS, BlockFormat, Operand, ScaleRule, get_block_format
+from dmx.models.identity import architecture_sha256
+from dmx.models.linears import linear_layers
 
 
 @dataclass(frozen=True)
@@ -64,13 +53,17 @@ class Assignment:
     alone)"""
     unquantized: tuple[str, ...] = ()
     units: str = "fused"
-    scale_rule: ScaleRule = "floor"
+    scale_rules: ScaleRules = field(default_factory=dict)
+    """operand -> format name -> rule; `floor` where nothing is said. See `rule`."""
     input_formats: Mapping[str, str] | None = None
     """layer name -> format name of the input; None: as `formats`."""
     transform: Mapping[str, Any] | None = None
-    rounding: Mapping[str, Any] | None = None
+    """name, facts, and where it has tensors file and sha256; None: none."""
+    weights: Mapping[str, Any] | None = None
+    """What became of the weights after the choice, said like `transform`; None: they are rounded to
+    nearest."""
     budget: Mapping[str, Any] | None = None
-    search: Mapping[str, Any] = field(default_factory=dict)
+    search: SearchFacts = field(default_factory=SearchFacts)
     folder: Path | None = field(default=None, compare=False, repr=False)
     """Where it was loaded from, which holds its artifacts; not in the file."""
     unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -82,8 +75,12 @@ class Assignment:
     def input_format(self, layer: str) -> BlockFormat:
         return get_block_format((self.input_formats or self.formats)[layer])
 
+    def rule(self, operand: Operand, block_format: BlockFormat) -> ScaleRule:
+        """The scale rule of a format where an operand is quantized to it."""
+        return self.scale_rules.get(operand, {}).get(block_format.name, "floor")
+
     def artifact(self, kind: ArtifactKind) -> Path:
-        """Path of the file that the transform or the rounding names, with its SHA-256 checked.
+        """Path of the file that the transform or the weights name, with its SHA-256 checked.
 
         Raises:
             AssignmentError: there is none, it is missing or damaged, or the assignment was never
@@ -99,15 +96,15 @@ class Assignment:
             )
         path = self.folder / named["file"]
         try:
-            found = file_sha256(path)
+            digest = file_sha256(path)
         except OSError as error:
             raise AssignmentError(
                 f"{path}: cannot be read ({error.strerror}). The assignment needs it for its {kind}: "
                 "copy it beside the assignment, or search again."
             ) from error
-        if found != named["sha256"]:
+        if digest != named["sha256"]:
             raise AssignmentError(
-                f"{path}: SHA-256 {found[:12]}…, the assignment's {kind} says "
+                f"{path}: SHA-256 {digest[:12]}…, the assignment's {kind} says "
                 f"{str(named['sha256'])[:12]}…. It is damaged or of another search: copy it again "
                 "from where the assignment came, or search again."
             )
@@ -120,7 +117,7 @@ class Assignment:
     def with_artifact(
         self, kind: ArtifactKind, content: bytes, facts: Mapping[str, Any]
     ) -> "Assignment":
-        """This assignment with a transform or rounding of these facts (name, ...) and a file of this
+        """This assignment with a transform or weights of these facts (name, ...) and a file of this
         content, which `save` writes."""
         named = {**facts, "file": f"{kind}.safetensors", "sha256": sha256(content)}
         changed: dict[str, Any] = {kind: named, "unsaved": {**self.unsaved, kind: content}}
@@ -147,7 +144,8 @@ class Assignment:
                 body[kind] = {**body[kind], "file": name}
         body["shapes"] = {k: list(v) for k, v in self.shapes.items()}
         body["unquantized"] = list(self.unquantized)
-        return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in _FIELDS}})
+        body["search"] = self.search.to_dict()
+        return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in FIELDS}})
 
     def _write_artifact(self, kind: ArtifactKind, target: Path) -> None:
         if kind in self.unsaved:
@@ -167,95 +165,22 @@ class Assignment:
             AssignmentError: missing, damaged, of another schema, or inconsistent in itself.
         """
         path = Path(path)
-        try:
-            body = json.loads(path.read_text())
-        except OSError as error:
-            raise AssignmentError(
-                f"assignment={path}: cannot be read ({error.strerror}). Give the path of an "
-                "assignment.json that a search wrote."
-            ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise AssignmentError(
-                f"assignment={path}: is no JSON file ({error}). It is damaged: search again, or "
-                "copy it again from where it came."
-            ) from error
-        return replace(cls.from_dict(body, str(path)), folder=path.absolute().parent)
+        loaded = cls.from_dict(read_body(path), str(path))
+        return replace(loaded, folder=path.absolute().parent)
 
     @classmethod
     def from_dict(cls, body: Any, source: str = "assignment") -> "Assignment":
-        def refuse(why: str) -> AssignmentError:
-            return AssignmentError(
-                f"{source}: {why}. The file is damaged or edited; search again, or copy it again."
-            )
-
-        if not isinstance(body, dict) or body.get("schema") != SCHEMA:
-            found = body.get("schema") if isinstance(body, dict) else type(body).__name__
-            raise AssignmentError(
-                f"{source}: schema {found!r}, expected {SCHEMA!r}. Only files of this project's "
-                "searches are read here."
-            )
-        missing = [k for k in _FIELDS if k not in body]
-        unknown = sorted(set(body) - {*_FIELDS, "schema"})
-        if missing or unknown:
-            raise refuse(f"missing keys {missing}, unknown keys {unknown}")
-        formats, shapes = body["formats"], body["shapes"]
-        if not isinstance(formats, dict) or not formats or not isinstance(shapes, dict):
-            raise refuse("formats and shapes must be non-empty objects")
-        if set(formats) != set(shapes):
-            raise refuse(
-                f"formats and shapes name other layers: {sorted(set(formats) ^ set(shapes))[:3]}"
-            )
-        inputs = body["input_formats"]
-        if inputs is not None and (not isinstance(inputs, dict) or set(inputs) != set(formats)):
-            raise refuse("input_formats must be null or name the layers of formats")
-        if body["scale_rule"] not in SCALE_RULES:
-            raise refuse(f"scale_rule {body['scale_rule']!r}, allowed: {', '.join(SCALE_RULES)}")
-        for layer, shape in shapes.items():
-            valid = isinstance(shape, list) and len(shape) == 2
-            if not valid or not all(type(n) is int and n > 0 for n in shape):
-                raise refuse(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
-        for layer, name in [*formats.items(), *(inputs or {}).items()]:
-            if not isinstance(name, str):
-                raise refuse(f"format of {layer} is {name!r}, expected a name")
-        try:
-            names = {
-                k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()
-            }
-            if inputs is not None:
-                inputs = {
-                    k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()
-                }
-        except FormatError as error:
-            raise AssignmentError(str(error)) from error
-        for key, kinds, expected in _KINDS:
-            if not isinstance(body[key], kinds):
-                raise refuse(f"{key} is {body[key]!r}, expected {expected}")
-        for kind in ARTIFACTS:
-            if body[kind] is not None and (why := _malformed(body[kind])):
-                raise refuse(f"{kind} is {body[kind]!r}: {why}")
-        if not all(isinstance(layer, str) for layer in body["unquantized"]):
-            raise refuse("unquantized must hold layer names")
-        if body["units"] not in get_args(Units):
-            raise refuse(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
-        assignment = cls(
-            **{k: body[k] for k in _FIELDS}
-            | {
-                "formats": names,
-                "input_formats": inputs,
-                "shapes": {k: (v[0], v[1]) for k, v in shapes.items()},
-                "unquantized": tuple(body["unquantized"]),
-            }
-        )
-        for unit in (*BIT_UNITS, "whole_model_bits_per_element"):
-            stated = body["bits"].get(unit)
-            if type(stated) not in (int, float) or not 0 < stated <= 16:
-                raise refuse(f"bits.{unit} is {stated!r}")
-        for unit, value in assignment.average_bits().items():
-            stated = body["bits"][unit]
-            # Shapes alone cannot tell that shared weights count once.
-            exact = assignment.search.get("weighting", "elements") == "elements"
-            if exact and not assignment.search.get("shared_weights") and abs(stated - value) > 1e-6:
-                raise refuse(f"bits.{unit} says {stated}, its formats give {value:.6f}")
+        """The assignment of a file's content; raises as `load`, with `source` in the message."""
+        assignment = cls(**parse(body, source))
+        # Shapes alone cannot tell that shared weights count once.
+        search = assignment.search
+        if search.weighting == "elements" and not search.shared_weights:
+            for unit, value in assignment.average_bits().items():
+                if abs(assignment.bits[unit] - value) > 1e-6:
+                    raise AssignmentError(
+                        f"{source}: bits.{unit} says {assignment.bits[unit]}, its formats give "
+                        f"{value:.6f}. The file is damaged or edited; search again, or copy it again."
+                    )
         return assignment
 
     @property
@@ -273,17 +198,17 @@ class Assignment:
             operands: whose formats count; where inputs are as the weights, it makes no difference.
         """
         of = {"weight": self.block_format, "input": self.input_format}
-        found = [
+        counted = [
             (self.shapes[k][0] * self.shapes[k][1], block_format)
             for operand in (operands if self.input_formats is not None else OPERANDS[:1])
             for k in self.formats
             if (block_format := of[operand](k)).element is not None
         ]
-        sizes = np.array([size for size, _ in found], dtype=np.float64)
+        sizes = np.array([size for size, _ in counted], dtype=np.float64)
         if not len(sizes):
             return {}
         return {
-            unit: float(sizes @ np.array([f.bits(unit) for _, f in found]) / sizes.sum())
+            unit: float(sizes @ np.array([f.bits(unit) for _, f in counted]) / sizes.sum())
             for unit in BIT_UNITS
         }
 
@@ -299,11 +224,11 @@ class Assignment:
                     f"was made for {self.model.get('id')!r} and names {len(self.shapes)}). "
                     "Load that model, or search this one."
                 )
-            found = (linears[layer].out_features, linears[layer].in_features)
-            if found != tuple(shape):
+            own = (linears[layer].out_features, linears[layer].in_features)
+            if own != tuple(shape):
                 raise AssignmentError(
                     f"the assignment is for another model: {layer} is {tuple(shape)} there and "
-                    f"{found} here (made for {self.model.get('id')!r}). Load that model, or search "
+                    f"{own} here (made for {self.model.get('id')!r}). Load that model, or search "
                     "this one."
                 )
         unknown = [name for name in linears if name not in {*self.shapes, *self.unquantized}]
@@ -329,35 +254,27 @@ class Assignment:
             )
 
 
-def _malformed(named: Mapping[str, Any]) -> str:
-    """What is wrong with a transform or rounding object; empty when nothing is."""
-    if not isinstance(named.get("name"), str):
-        return "it has no name"
-    if "file" not in named and "sha256" not in named:
-        return ""
-    file, digest = named.get("file"), named.get("sha256")
-    if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
-        return "file must name a file beside the assignment"
-    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
-        return "sha256 must be 64 hexadecimal digits"
-    return ""
-
-
 def make_assignment(
     space: SearchSpace,
     choice: np.ndarray,
     model: nn.Module,
     *,
-    scale_rule: ScaleRule = "floor",
+    scale_rules: ScaleRules | ScaleRule = "floor",
     budget: Budget | None = None,
-    search: Mapping[str, Any] | None = None,
+    search: SearchFacts | None = None,
 ) -> Assignment:
     """Assignment of a choice in a search space, with its bits counted.
 
     Inputs whose formats are all those of the weights are not named apart: the bits are the same.
+
+    Args:
+        scale_rules: operand -> format name -> rule, or one rule for all.
+        search: what the search says of itself; what follows from the space is added.
     """
     config = getattr(model, "config", None)
-    formats, inputs = (space.layer_formats(choice, operand) for operand in OPERANDS)
+    formats = space.layer_formats(choice, "weight")
+    inputs: dict[str, str] | None = space.layer_formats(choice, "input")
+    inputs = inputs if inputs != formats else None
     stored = [
         (unit.elements, space.formats[int(i)])
         for unit, i in zip(space.units, choice, strict=True)
@@ -369,11 +286,6 @@ def make_assignment(
     counted = sum(out * into for out, into in space.shapes.values())
     bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
     bits["whole_model_bits_per_element"] = (quantized_bits + 16 * rest) / space.model_elements
-    extra: dict[str, Any] = {"weighting": space.weighting}
-    if counted != quantized:
-        extra["shared_weights"] = True
-    if space.is_separate:
-        extra["operands"] = "separate"
     return Assignment(
         model={
             "id": getattr(config, "_name_or_path", "") or type(model).__name__,
@@ -381,12 +293,17 @@ def make_assignment(
             "architecture_sha256": architecture_sha256(config) if config is not None else None,
         },
         formats=formats,
-        input_formats=inputs if inputs != formats else None,
+        input_formats=inputs,
         shapes=dict(space.shapes),
         bits=bits,
         unquantized=space.unquantized,
         units=space.granularity,
-        scale_rule=scale_rule,
+        scale_rules=used_rules(scale_rules, formats, inputs),
         budget=None if budget is None else asdict(budget),
-        search={**(search or {}), **extra},
+        search=replace(
+            search or SearchFacts(),
+            weighting=space.weighting,
+            choices="separate" if space.is_separate else "joint",
+            shared_weights=counted != quantized,
+        ),
     )

@@ -15,12 +15,11 @@ as the joint choice.
 to its next candidate with a gain > 0 still fits.
 """
 
-import fnmatch
 import heapq
 import math
 import numbers
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -28,22 +27,22 @@ from typing import Literal, get_args
 import numpy as np
 from torch import nn
 
-from dmx.assignment.targets import FUSED_GROUPS
 from dmx.errors import BudgetError, ModelError
 from dmx.formats import (
     BIT_UNITS,
     BLOCK_SIZE,
+    OPERANDS,
     BitUnit,
     BlockFormat,
+    Operand,
     check_choice,
     get_block_format,
 )
+from dmx.models.linears import fused_group, linear_layers, match_layers, own_elements
 
 Units = Literal["fused", "layer"]
 Weighting = Literal["elements", "layers"]
 Operands = Literal["joint", "separate"]
-Operand = Literal["weight", "input"]
-OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
 
 @dataclass
@@ -200,51 +199,9 @@ class SearchSpace:
             )
 
 
-def match_layers(patterns: Iterable[str], names: Sequence[str], setting: str) -> dict[str, str]:
-    """name -> first pattern that matches it. Globs match whole names, never substrings.
-
-    Raises:
-        ModelError: a pattern that matches no layer.
-    """
-    matched: dict[str, str] = {}
-    for pattern in patterns:
-        hits = fnmatch.filter(names, pattern)
-        if not hits:
-            raise ModelError(
-                f"{setting}: pattern {pattern!r} matches none of the {len(names)} linear layers, "
-                f"for example {', '.join(names[:3])}. Globs match whole names: '*.down_proj'."
-            )
-        for hit in hits:
-            matched.setdefault(hit, pattern)
-    return matched
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-
-
 def _output_layer(model: nn.Module) -> nn.Module | None:
     get = getattr(model, "get_output_embeddings", None)
     return get() if callable(get) else None
-
-
-def fused_group(name: str) -> str:
-    """Of a layer: the group that shares one input and one choice, or the layer itself."""
-    parent, _, last = name.rpartition(".")
-    for group in FUSED_GROUPS:
-        if last in group:
-            return f"{parent}.{{{','.join(group)}}}"
-    return name
-
-
-def own_elements(linears: Mapping[str, nn.Linear], names: Iterable[str]) -> dict[str, int]:
-    """Weight elements of each named layer; a weight that several share counts with the first."""
-    sizes, seen = {}, set()
-    for name in names:
-        weight = linears[name].weight
-        sizes[name] = 0 if id(weight) in seen else weight.numel()
-        seen.add(id(weight))
-    return sizes
 
 
 def build_space(

@@ -10,14 +10,13 @@ format.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dmx.models.linears import fused_group
+
 _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
 _TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
 _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
 _CT_INPUTS = _VLLM_FORMATS
-
-FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Last components of sibling modules that vLLM joins to one linear layer."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,10 @@ def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) ->
         unquantized: layers in BF16 that `formats` does not name.
     """
     whole = {**dict.fromkeys(unquantized, "bf16"), **formats}
-    split: dict[str, None] = {}
-    for layer in whole:
-        parent, _, leaf = layer.rpartition(".")
-        for group in FUSED_GROUPS:
-            if leaf in group:
-                members = [f"{parent}.{name}" for name in group]
-                if len({whole[m] for m in members if m in whole}) > 1:
-                    split[f"{parent}.{{{','.join(group)}}}"] = None
-    return list(split)
+    formats_of: dict[str, set[str]] = {}
+    for layer, block_format in whole.items():
+        formats_of.setdefault(fused_group(layer), set()).add(block_format)
+    return [group for group, members in formats_of.items() if len(members) > 1]
 
 
 def obstacles(

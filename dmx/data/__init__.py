@@ -1,5 +1,18 @@
 """Text and tokens: from a hub, from files, or from what every Python carries."""
 
-from dmx.data.texts import DataConfig, DataPair, Text, encode, load_text, token_batches
+from dmx.data.config import DataConfig, DataPair
+from dmx.data.sources import data_folder
+from dmx.data.texts import Text, load_text
+from dmx.data.tokens import check_tokens, check_window, encode, token_batches
 
-__all__ = ["DataConfig", "DataPair", "Text", "encode", "load_text", "token_batches"]
+__all__ = [
+    "DataConfig",
+    "DataPair",
+    "Text",
+    "check_tokens",
+    "check_window",
+    "data_folder",
+    "encode",
+    "load_text",
+    "token_batches",
+]

@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from dmx.errors import DataError
 from dmx.evaluate.perplexity import cut_windows, split_windows
+from dmx.models.running import evaluating, model_logits
 from dmx.numerics.distances import token_kl_divergence
-from dmx.searching.objective import model_logits
 
 
 @torch.inference_mode()
@@ -36,11 +36,8 @@ def kl_divergence(
     windows = cut_windows(model, tokens, window)
     batches = split_windows(windows, batch_size)
     device = next(model.parameters()).device
-    modes = model.training, reference_model.training
-    model.eval()
-    reference_model.eval()
     total = 0.0
-    try:
+    with evaluating(model, reference_model):
         for batch in batches:
             logits = model_logits(model, batch.to(device))
             reference = model_logits(
@@ -54,7 +51,4 @@ def kl_divergence(
                 )
             for row, reference_row in zip(logits, reference, strict=True):
                 total += float(token_kl_divergence(reference_row, row).sum(dtype=torch.float64))
-    finally:
-        model.train(modes[0])
-        reference_model.train(modes[1])
     return total / windows.numel()

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.data.batches import check_fits_model
 from dmx.errors import DataError
 from dmx.kernels import ops
+from dmx.models.running import evaluating, model_logits
 from dmx.progress import progress
-from dmx.searching.batches import check_fits_model
-from dmx.searching.objective import model_logits
 
 
 def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
@@ -68,23 +68,16 @@ def window_losses(
     """Mean negative log likelihood of each window; (n_windows,) float64 on the CPU, nats/token."""
     batches = split_windows(cut_windows(model, tokens, window), batch_size)
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     losses = []
-    try:
-        with progress(f"evaluate {label}".strip(), len(batches)) as advance:
-            for batch in batches:
-                batch = batch.to(device)
-                logits = model_logits(model, batch)
-                # Row by row: float32 logits of a whole batch would be the peak of the memory.
-                rows = [
-                    _mean_loss(row[:-1], ids[1:]) for row, ids in zip(logits, batch, strict=True)
-                ]
-                losses.append(torch.stack(rows).double().cpu())
-                del logits
-                advance("")
-    finally:
-        model.train(was_training)
+    with evaluating(model), progress(f"evaluate {label}".strip(), len(batches)) as advance:
+        for batch in batches:
+            batch = batch.to(device)
+            logits = model_logits(model, batch)
+            # Row by row: float32 logits of a whole batch would be the peak of the memory.
+            rows = [_mean_loss(row[:-1], ids[1:]) for row, ids in zip(logits, batch, strict=True)]
+            losses.append(torch.stack(rows).double().cpu())
+            del logits
+            advance("")
     return torch.cat(losses)
 
 

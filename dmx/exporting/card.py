@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 from dmx.assignment.assignment import Assignment
+from dmx.exporting.layouts import describe_rules
 from dmx.exporting.recipes import RECIPES
 from dmx.formats import BLOCK_FORMATS
 
@@ -55,7 +56,7 @@ def _bits_table(assignment: Assignment) -> list[str]:
         f"Average of the quantized layers: {bits['element_bits']:.4f} element bits, "
         f"{bits['bits_per_element']:.4f} bits per element with scales; whole model: "
         f"{bits['whole_model_bits_per_element']:.4f}.{apart} Scale rule of the weights: "
-        f"`{assignment.scale_rule}`. Left in BF16: "
+        f"{describe_rules(assignment, 'weight')}. Left in BF16: "
         f"{', '.join(assignment.unquantized) or 'no linear layer'}.",
     ]
 
@@ -108,11 +109,10 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
             f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
             f"All tensors: {size['total']:,} bytes."
         ]
-    if facts["rounding"]:
-        rounding = facts["rounding"]
+    if stage := facts["weights"]:
         lines += [
             "",
-            f"Weights rounded by {rounding['name'].upper()} on {rounding.get('tokens', 0):,} tokens, "
+            f"Weights rounded by {stage['name'].upper()} on {stage.get('tokens', 0):,} tokens, "
             "not to nearest.",
         ]
     if facts["head_apart"]:

@@ -27,7 +27,7 @@ from dmx.exporting.verify import Verification, check_files, check_loading, check
 from dmx.exporting.writing import Part, check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.formats import check_choice
-from dmx.models.loading import ModelConfig, load_model, meta_model
+from dmx.models import ModelConfig, load_model, meta_model
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform, transformed
 
 LAYOUTS: dict[str, Layout] = {
@@ -37,7 +37,7 @@ EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
 PROFILES = ("vllm", "transformers")
 """Of compressed_tensors, the strictest first."""
 FACTS_FILE = "dmx_export.json"
-FACTS_SCHEMA = "dmx.export/1"
+FACTS_SCHEMA = "dmx.export/2"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -106,7 +106,7 @@ def export(
         # nearest rounding leaves as they are.
         if layout is not None:
             assignment = replace(assignment, transform=None)
-        kept = assignment if layout is None else replace(assignment, rounding=None)
+        kept = assignment if layout is None else replace(assignment, weights=None)
         kept.save(scratch / "assignment.json")
         if layout is None:
             done = _export_names(assignment, scratch, target)
@@ -145,7 +145,7 @@ def _export_model(
     facts = {
         "schema": FACTS_SCHEMA, "target": layout.name, "profile": profile, "inputs": inputs,
         "input_rule": layout.input_rule(assignment) if inputs else None, "bytes": sizes,
-        "transform": transform, "rounding": assignment.rounding and dict(assignment.rounding), "head_apart": apart,
+        "transform": transform, "weights": assignment.weights and dict(assignment.weights), "head_apart": apart,
         "verification": None if result is None else result.to_dict(),
     }  # fmt: skip
     write_json(folder / FACTS_FILE, facts)
@@ -205,7 +205,7 @@ def check_target(
                 "inputs=true to have the runtime quantize inputs.",
                 stacklevel=2,
             )
-        if not inputs and (assignment.rounding or {}).get("correct_inputs"):
+        if not inputs and (assignment.weights or {}).get("correct_inputs"):
             warnings.warn(
                 "inputs=false: the assignment's weights were rounded to make good what quantized "
                 "inputs lose, and are worse than nearest without. Set inputs=true, or round again "
@@ -402,7 +402,7 @@ def _quantized_part(
         if rounded is not None:
             rounded.check(source, layer)
             source = rounded(source)  # on the grid: the codes below are those of the rounding
-        encoded = layout.encode(source, block_format, assignment.scale_rule)
+        encoded = layout.encode(source, block_format, assignment.rule("weight", block_format))
         return {f"{layer}.{name}": tensor for name, tensor in encoded.items()}
 
     return Part(specs, make)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmx.assignment.assignment import Assignment
-from dmx.formats import BlockFormat, ScaleRule
+from dmx.formats import BlockFormat, Operand, ScaleRule
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,21 @@ def quantized(assignment: Assignment) -> dict[str, BlockFormat]:
 def left_in_bf16(assignment: Assignment) -> list[str]:
     kept = quantized(assignment)
     return [n for n in (*assignment.formats, *assignment.unquantized) if n not in kept]
+
+
+def used_rules(assignment: Assignment, operand: Operand) -> dict[BlockFormat, ScaleRule]:
+    """format -> scale rule of the formats that an operand is quantized to."""
+    of = assignment.block_format if operand == "weight" else assignment.input_format
+    used = dict.fromkeys(f for n in quantized(assignment) if (f := of(n)).element is not None)
+    return {f: assignment.rule(operand, f) for f in used}
+
+
+def describe_rules(assignment: Assignment, operand: Operand) -> str:
+    """The scale rules of an operand in words: one, or one a format."""
+    rules = used_rules(assignment, operand)
+    if len(set(rules.values())) == 1:
+        return f"`{next(iter(rules.values()))}`"
+    return ", ".join(f"`{rule}` for {block_format}" for block_format, rule in rules.items())
 
 
 def layer_bytes(block_format: BlockFormat, shape: tuple[int, int]) -> int:

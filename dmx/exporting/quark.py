@@ -17,7 +17,14 @@ from torch import Tensor
 
 from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.exporting.layouts import Layout, TensorSpec, left_in_bf16, quantized
+from dmx.exporting.layouts import (
+    Layout,
+    TensorSpec,
+    describe_rules,
+    left_in_bf16,
+    quantized,
+    used_rules,
+)
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, BlockFormat, ScaleRule
 
@@ -78,9 +85,11 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
     for name, block_format in quantized(assignment).items():
         of_inputs = assignment.input_format(name) if inputs else None
         layers[name] = _UNQUANTIZED | {
-            "weight": _tensor_config(block_format, assignment.scale_rule, dynamic=False),
+            "weight": _tensor_config(
+                block_format, assignment.rule("weight", block_format), dynamic=False
+            ),
             "input_tensors": None if of_inputs is None or of_inputs.element is None
-            else _tensor_config(of_inputs, assignment.scale_rule, dynamic=True),
+            else _tensor_config(of_inputs, assignment.rule("input", of_inputs), dynamic=True),
         }  # fmt: skip
     return {
         "quant_method": "quark",
@@ -102,16 +111,17 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
 
 
 def _check(assignment: Assignment, inputs: bool) -> None:
-    if inputs and assignment.scale_rule not in INPUT_RULES:
-        raise FormatError(
-            f"inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
-            f"has scale_rule {assignment.scale_rule!r}. Use inputs=false."
-        )
+    for block_format, rule in used_rules(assignment, "input").items() if inputs else ():
+        if rule not in INPUT_RULES:
+            raise FormatError(
+                f"inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
+                f"has scale rule {rule!r} for inputs in {block_format}. Use inputs=false."
+            )
 
 
 def _input_rule(assignment: Assignment) -> str:
     return (
-        f"`{assignment.scale_rule}`, with the exponent taken by a rounded log2 (Quark's own: a "
+        f"{describe_rules(assignment, 'input')}, with the exponent taken by a rounded log2 (Quark's own: a "
         "block whose amax lies just below a power of two may differ)"
     )
 

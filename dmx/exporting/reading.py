@@ -17,10 +17,12 @@ import numpy as np
 from torch import nn
 
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import SearchSpace, linear_layers, own_elements
+from dmx.assignment.budget import SearchSpace
+from dmx.assignment.facts import SearchFacts
 from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
+from dmx.models.linears import linear_layers, own_elements
 
 Chooser = Callable[[str], "BlockFormat | None"]
 """layer name -> format; None = not quantized"""
@@ -90,7 +92,7 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
         model_elements=sum(p.numel() for p in model.parameters()),
     )
     return make_assignment(
-        space, np.array([], dtype=np.int64), model, search={"name": "imported", "tool": tool}
+        space, np.array([], dtype=np.int64), model, search=SearchFacts(name="imported", tool=tool)
     )
 
 

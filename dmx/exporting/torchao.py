@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.exporting.layouts import Layout, TensorSpec, left_in_bf16, quantized
+from dmx.exporting.layouts import Layout, TensorSpec, describe_rules, left_in_bf16, quantized
 from dmx.exporting.packing import (
     FLOAT8,
     as_float8,
@@ -74,8 +74,9 @@ def _enum(kind: str, value: str) -> dict[str, str]:
 _EMULATED = _enum("KernelPreference", "EMULATED")
 
 
-def _scaling(assignment: Assignment) -> dict[str, str]:
-    return _enum("ScaleCalculationMode", assignment.scale_rule.upper())
+def _scaling(assignment: Assignment, block_format: BlockFormat) -> dict[str, str]:
+    """Of the inputs: the weights are quantized already."""
+    return _enum("ScaleCalculationMode", assignment.rule("input", block_format).upper())
 
 
 def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
             "_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
             "_data": {
                 "block_size": 32, "activation_dtype": _element(f), "weight_dtype": _element(f),
-                "kernel_preference": _EMULATED, "scaling_mode": _scaling(assignment),
+                "kernel_preference": _EMULATED, "scaling_mode": _scaling(assignment, f),
             },
         }
         for name, f in quantized(assignment).items()
@@ -107,7 +108,8 @@ def _metadata(assignment: Assignment, inputs: bool, names: list[str]) -> dict[st
     for layer, block_format in quantized(assignment).items():
         element = _element(block_format)
         of_inputs = {
-            "elem_dtype": element, "block_size": 32, "scaling_mode": _scaling(assignment),
+            "elem_dtype": element, "block_size": 32,
+            "scaling_mode": _scaling(assignment, block_format),
             "kernel_preference": _EMULATED, "is_swizzled_scales": False,
         }  # fmt: skip
         header[f"{layer}.weight"] = json.dumps({
@@ -133,7 +135,7 @@ def _check(assignment: Assignment, inputs: bool) -> None:
 
 
 def _input_rule(assignment: Assignment) -> str:
-    return f"`{assignment.scale_rule}`, as in the assignment"
+    return f"{describe_rules(assignment, 'input')}, as in the assignment"
 
 
 LAYOUT = Layout(

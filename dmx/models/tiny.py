@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import ModelError
 
 TINY_ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")

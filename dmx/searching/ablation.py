@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from dmx.assignment.budget import SearchSpace
 from dmx.formats import BlockFormat
+from dmx.models.running import model_logits
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig
-from dmx.searching.objective import model_logits, task_loss
+from dmx.searching.objective import task_loss
 from dmx.searching.offsets import Bank, searching_model
 
 

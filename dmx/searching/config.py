@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 from dmx.assignment.budget import Operands, Units, Weighting
+from dmx.assignment.facts import SearchFacts
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
@@ -276,10 +277,11 @@ class SearchConfig:
     def format_family(self) -> Family:
         return get_family(self.family)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> SearchFacts:
         """What an assignment says of its search."""
-        polish = {"polish_rounds": self.polish_rounds} if self.polish_rounds else {}
-        return {"name": self.name, "family": self.family, "seed": self.seed, **polish}
+        return SearchFacts(
+            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish_rounds
+        )
 
 
 class SearchConfigError(DmxError):

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dmx.assignment.budget import Budget, SearchSpace, project
+from dmx.data.batches import batch_order
 from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text
+from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
-from dmx.searching.batches import batch_order
 from dmx.searching.config import SearchConfig, SearchConfigError
 from dmx.searching.descent import (
     RunningSquares,
@@ -38,8 +39,8 @@ from dmx.searching.descent import (
     element_scale,
     shift_to_average,
 )
-from dmx.searching.graph import GraphedStep, is_purely_causal, maskless_attention
-from dmx.searching.objective import budget_penalty, model_logits, task_loss
+from dmx.searching.graph import GraphedStep
+from dmx.searching.objective import budget_penalty, task_loss
 from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
 from dmx.searching.processes import Processes
 from dmx.searching.transforming import transformed_layers

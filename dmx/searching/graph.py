@@ -1,49 +1,16 @@
 """CUDA graphs of a whole forward and backward pass: thousands of launches become one.
 
-Transformers builds attention masks with control flow that reads values back, which a capture
-forbids; while capturing it builds an explicit mask instead, and attention leaves its fast path. A
-purely causal model needs no mask at all, so for the time of the search its attention is the same
-`sdpa` function under a name for which transformers makes no mask.
+A capture forbids what transformers does to build masks, so it needs a model that is purely causal, under
+`dmx.models.running.maskless_attention`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-ATTENTION_NAME = "dmx_causal_sdpa"
 WARM_UP_CALLS = 3
 """PyTorch's notes on CUDA graphs ask for a few eager calls on a side stream before a capture."""
-
-
-def is_purely_causal(model: nn.Module, length: int) -> bool:
-    """Whether attention is sdpa, causal, and no sliding window is shorter than `length`."""
-    config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
-        return False
-    window = getattr(config, "sliding_window", None)
-    # Configs without layer_types, such as Mistral's, use the window that they state in every layer.
-    default = ["full_attention" if window is None else "sliding_attention"]
-    kinds = set(getattr(config, "layer_types", None) or default) - {"full_attention"}
-    return not kinds or (kinds == {"sliding_attention"} and window is not None and window >= length)
-
-
-@contextmanager
-def maskless_attention(model: nn.Module) -> Iterator[None]:
-    """sdpa without mask building, inside; for models that `is_purely_causal`."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(ATTENTION_NAME, sdpa_attention_forward)
-    config: Any = model.config
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION_NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 class GraphedStep:

@@ -25,15 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.assignment.budget import Budget, SearchSpace, linear_layers, project
+from dmx.assignment.budget import Budget, SearchSpace, project
 from dmx.errors import BudgetError
 from dmx.formats import BlockFormat, Family
 from dmx.kernels import ops
+from dmx.kernels.losses import Divergence, cross_entropy
+from dmx.models.linears import linear_layers
+from dmx.models.running import model_logits, quick_attention
 from dmx.progress import progress
 from dmx.searching.config import SearchConfig
-from dmx.searching.objective import Divergence, cross_entropy, model_logits
+from dmx.searching.disturbances import Disturbances
 from dmx.searching.offsets import Bank, SearchLinear, raw_thresholds, searching_model
-from dmx.searching.replay import Disturbances, quick_attention
 from dmx.searching.scores import ScoreFile, code_version
 
 PARTIAL_SUMS = 512

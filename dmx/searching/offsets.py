@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from dmx.assignment.budget import SearchSpace
 from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
+from dmx.models.running import evaluating
 from dmx.models.swap import adopt, put_back, replace_layers
 from dmx.numerics import path_parameters
 from dmx.transforms.block import BlockRotation, by_rotation, rotate
@@ -281,17 +282,14 @@ def searching_model(
         layer.rotation = None if learned is None else learned.input_of[name]
         return layer
 
-    modes = {name: module.training for name, module in model.named_modules()}
     frozen = [(p, p.requires_grad) for p in model.parameters()]
-    originals = replace_layers(model, make)
-    try:
-        model.eval()
-        for parameter, _ in frozen:
-            parameter.requires_grad_(False)
-        yield bank
-    finally:
-        put_back(model, originals)
-        for parameter, needed in frozen:
-            parameter.requires_grad_(needed)
-        for name, training in modes.items():
-            model.get_submodule(name).training = training
+    with evaluating(model):
+        originals = replace_layers(model, make)
+        try:
+            for parameter, _ in frozen:
+                parameter.requires_grad_(False)
+            yield bank
+        finally:
+            put_back(model, originals)
+            for parameter, needed in frozen:
+                parameter.requires_grad_(needed)

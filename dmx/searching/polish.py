@@ -39,13 +39,14 @@ from dmx.assignment.budget import Budget, SearchSpace, project
 from dmx.errors import BudgetError, RunError
 from dmx.files import write_json, write_text
 from dmx.formats import BlockFormat
+from dmx.kernels.losses import Divergence
+from dmx.models.running import model_logits, quick_attention
 from dmx.progress import Stopwatch, progress
 from dmx.searching.config import SearchConfig
+from dmx.searching.disturbances import Change, Disturbances
 from dmx.searching.heuristics import solve_knapsack
-from dmx.searching.objective import Divergence, model_logits
 from dmx.searching.offsets import Bank, searching_model
 from dmx.searching.processes import Processes
-from dmx.searching.replay import Change, Disturbances, quick_attention
 
 STATE_FILE = "polish_state.json"
 LOG_FILE = "polish.jsonl"

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from dmx.applying.layers import is_applied
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget, SearchSpace, build_space
+from dmx.assignment.facts import SearchFacts
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
+from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
-from dmx.models.loading import architecture_sha256, check_searchable
+from dmx.models import check_searchable
+from dmx.models.identity import model_fingerprint
 from dmx.progress import Stopwatch
-from dmx.searching.batches import batches_sha256, list_batches
 from dmx.searching.config import SearchConfig
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import Scan, heuristic_choice, soft_start
@@ -171,7 +173,7 @@ def search(
             choice, preference, rounds = polish.choice, polish.preference(), polish.rows
     assignment = make_assignment(
         space, choice, model,
-        scale_rule=config.scale_rule, budget=budget, search=config.summary(),
+        scale_rules=config.scale_rule, budget=budget, search=config.summary(),
     )  # fmt: skip
     return SearchResult(
         assignment=transform.attach(assignment, model),
@@ -204,20 +206,9 @@ def uniform_assignment(
     space = search_space(model, replace(config, operands="joint"))
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
-    summary = {"name": "uniform", "family": None, "seed": config.seed}
-    made = make_assignment(alone, choice, model, scale_rule=config.scale_rule, search=summary)
+    facts = SearchFacts(name="uniform", seed=config.seed)
+    made = make_assignment(alone, choice, model, scale_rules=config.scale_rule, search=facts)
     return asked_transform(config, alone).attach(made, model)
-
-
-def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What tells two models apart: architecture, dtype, and a cheap sum of every parameter."""
-    config = getattr(model, "config", None)
-    sums = [float(p.detach().sum(dtype=torch.float32)) for p in model.parameters()]
-    return {
-        "architecture": architecture_sha256(config) if config is not None else None,
-        "weights": sha256(json.dumps(sums).encode()),
-        "dtype": str(next(model.parameters()).dtype),
-    }
 
 
 def _fingerprint(

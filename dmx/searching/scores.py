@@ -20,7 +20,8 @@ from dmx.files import sha256, write_json
 SCHEMA = "dmx.scores/1"
 _CODE = (
     "searching/heuristics.py",
-    "searching/replay.py",
+    "searching/disturbances.py",
+    "models",
     "searching/offsets.py",
     "numerics",
     "transforms",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmx.assignment.budget import fused_group
 from dmx.formats import BLOCK_SIZE
+from dmx.models.linears import fused_group
 from dmx.transforms.block import hadamard_block
 from dmx.transforms.stage import Transform
 from dmx.transforms.stiefel import CayleySGD

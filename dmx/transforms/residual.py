@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.errors import ModelError
+from dmx.models.running import evaluating, model_logits
 from dmx.transforms.hadamard import hadamard_transform
 
 READERS = {
@@ -375,13 +376,8 @@ def _few_logits(model: Any, stream: _Stream) -> Tensor:
     """(16, vocabulary) float32 logits of some fixed tokens, in eval mode."""
     rows = stream.embedding.num_embeddings
     ids = torch.arange(1, 17, device=stream.embedding.weight.device)[None] * 7919 % rows
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        return model(input_ids=ids, use_cache=False).logits[0].float()
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(model):
+        return model_logits(model, ids)[0].float()
 
 
 def _check_equal(model: Any, before: Tensor, after: Tensor) -> None:

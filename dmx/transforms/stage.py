@@ -21,10 +21,10 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import fused_group, linear_layers
 from dmx.errors import AssignmentError
 from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
+from dmx.models.linears import fused_group, linear_layers
 from dmx.models.swap import put_back, replace_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
 from dmx.transforms.residual import rotate_residual

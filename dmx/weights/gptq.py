@@ -48,17 +48,17 @@ from torch import Tensor, nn
 from dmx.applying.layers import QuantLinear, apply, quantized_layers, restore
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment
+from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.files import sha256, write_atomic
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
+from dmx.models.identity import model_fingerprint
+from dmx.models.replay import PrefixReplay, decoder_blocks
+from dmx.models.running import evaluating, model_logits
 from dmx.numerics import amax_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 from dmx.progress import progress
-from dmx.searching.batches import batches_sha256, list_batches
-from dmx.searching.objective import model_logits
-from dmx.searching.replay import PrefixReplay, decoder_blocks
-from dmx.searching.run import model_fingerprint
 
 ROUNDINGS = ("nearest", "gptq")
 STATE_FOLDER = "rounding_state"
@@ -428,8 +428,8 @@ class _Rounding:
         by_format: dict[BlockFormat, list[str]] = {}
         for name in names:
             by_format.setdefault(self.assignment.block_format(name), []).append(name)
-        rule = self.assignment.scale_rule
         for block_format, together in by_format.items():
+            rule = self.assignment.rule("weight", block_format)
             weights = [part[name].weight.detach() for name in together]
             target = torch.cat(weights).float()
             if seen.cross is not None:
@@ -552,7 +552,7 @@ def gptq(
             on with the same numbers; it may be deleted afterwards.
 
     Returns:
-        An assignment whose `rounding` says how; its tensors are written by `save`.
+        An assignment whose `weights` says how; its tensors are written by `save`.
 
     Raises:
         AssignmentError: it is rounded already, or for another model. ModelError: applied already,
@@ -560,9 +560,9 @@ def gptq(
         batches. RunError: damping, a Hessian that cannot be used, or a folder of another rounding.
     """
     check_damping(damping)
-    if assignment.rounding is not None:
+    if assignment.weights is not None:
         raise AssignmentError(
-            f"the assignment is rounded already ({assignment.rounding.get('name')}). Give the one "
+            f"the assignment is rounded already ({assignment.weights.get('name')}). Give the one "
             "that the search left."
         )
     listed = list_batches(batches, model)
@@ -573,24 +573,20 @@ def gptq(
     }  # fmt: skip
     fingerprint = _fingerprint(model, assignment, facts)
     where = None if folder is None else Path(folder)
-    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
-    apply(model, assignment, inputs=inputs, cache_weights=True)
-    try:
-        model.eval()
-        _check_no_shared_weights(model)
-        # Whatever mode the caller is in, as for `search`.
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+    # Whatever mode the caller is in, as for `search`.
+    with evaluating(model), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        apply(model, assignment, inputs=inputs, cache_weights=True)
+        try:
+            _check_no_shared_weights(model)
             rounding = _Rounding(
                 model, assignment, listed, damping, correct_inputs, where, fingerprint
             )
             rounded = rounding.run()
-    finally:
-        restore(model)
-        for module, training in modes:
-            module.training = training
+        finally:
+            restore(model)
     in_order = {name: rounded[name] for name in assignment.formats if name in rounded}
-    return assignment.with_artifact("rounding", to_bytes(in_order, fingerprint), facts)
+    return assignment.with_artifact("weights", to_bytes(in_order, fingerprint), facts)
 
 
 def _check_no_shared_weights(model: nn.Module) -> None:
@@ -609,7 +605,7 @@ def _fingerprint(model: nn.Module, assignment: Assignment, facts: dict[str, Any]
     body = {
         "facts": facts, "formats": dict(assignment.formats),
         "input_formats": assignment.input_formats and dict(assignment.input_formats),
-        "scale_rule": assignment.scale_rule,
+        "scale_rules": {k: dict(v) for k, v in assignment.scale_rules.items()},
         "transform": assignment.transform and dict(assignment.transform),
         **model_fingerprint(model),
     }  # fmt: skip

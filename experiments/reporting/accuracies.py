@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dmx.evaluate.harness import paired_difference as mean_difference
+from dmx.evaluate.statistics import paired_difference as mean_difference
 
 from .differences import Difference
 from .groups import Group
@@ -68,6 +68,8 @@ def best_other(group: Group, groups: Sequence[Group], task: str) -> Group | None
     shares = [
         (share.value, other)
         for other in groups
-        if other is not group and not other.method.is_unquantized and (share := accuracy(other, task))
+        if other is not group
+        and not other.method.is_unquantized
+        and (share := accuracy(other, task))
     ]
     return max(shares, key=lambda pair: pair[0])[1] if shares else None

@@ -46,9 +46,7 @@ def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
     return {name: high[name] / total[name] for name in total}
 
 
-def agreement_section(
-    groups: Sequence[Group], assignments: Assignments
-) -> list[Html] | None:
+def agreement_section(groups: Sequence[Group], assignments: Assignments) -> list[Html] | None:
     """For each budget: how much two searches agree, and where each spends its bits (first seed)."""
     by_budget: dict[tuple[Limit, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for group in groups:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dmx.evaluate.harness import paired_difference as mean_difference
+from dmx.evaluate.statistics import paired_difference as mean_difference
 
 from .groups import Group
 from .record import HEURISTICS, Method

@@ -93,9 +93,7 @@ def _format_shares(formats: Mapping[str, str], shapes: Mapping[str, Any]) -> str
     )
 
 
-def map_section(
-    groups: Sequence[Group], assignments: Assignments
-) -> list[Html]:
+def map_section(groups: Sequence[Group], assignments: Assignments) -> list[Html]:
     """Maps of one seed of each search side by side; uniform formats and other seeds are folded."""
     first: list[Html] = []
     others: list[Html] = []

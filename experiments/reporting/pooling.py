@@ -171,7 +171,9 @@ def pooled(records: Sequence[Record], presets: Presets) -> dict[Table, list[Grou
 def _conditions(record: Record) -> dict[str, Any]:
     """What must be alike for rows of a model and text to be pooled."""
     evaluation, calibration = record.data["evaluation"], record.data.get("calibration")
-    drawn = (calibration.name, calibration.batches, calibration.batch_shape) if calibration else None
+    drawn = (
+        (calibration.name, calibration.batches, calibration.batch_shape) if calibration else None
+    )
     return {
         "dtype": record.model.dtype,
         "windows": (evaluation.windows, evaluation.window),

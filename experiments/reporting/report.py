@@ -56,8 +56,12 @@ def _headline(record: Record, groups: Sequence[Group]) -> Html:
     """The verdict, then what limits it: stronger opponents, the note on the model."""
     texts = verdict_texts(record)
     if not texts:
-        perplexities = ((g, g.statistic("perplexity")) for g in groups if not g.method.is_unquantized)
-        known = [f"{g.name}: perplexity {spread_text(p)}" for g, p in perplexities if p.mean is not None]
+        perplexities = (
+            (g, g.statistic("perplexity")) for g in groups if not g.method.is_unquantized
+        )
+        known = [
+            f"{g.name}: perplexity {spread_text(p)}" for g, p in perplexities if p.mean is not None
+        ]
         texts = [
             *known[:1],
             "No dMX result stands beside a heuristic's at the same budget, so there is no verdict.",

@@ -14,11 +14,11 @@ import mor
 from dmx.applying.layers import restore
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data.texts import DataPair, check_window, encode, load_text, token_batches
+from dmx.data import DataPair, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
-from dmx.models.loading import ModelConfig, load_model, max_positions
+from dmx.models import ModelConfig, load_model, max_positions
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
 from dmx.weights.gptq import GptqConfig, gptq
@@ -173,8 +173,8 @@ class Bench:
             damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
             folder=self.run.path(f"{stem}.gptq"),
         )  # fmt: skip
-        facts = {**(rounded.rounding or {}), "seconds": clock.seconds}
-        return dataclasses.replace(rounded, rounding=facts)
+        facts = {**(rounded.weights or {}), "seconds": clock.seconds}
+        return dataclasses.replace(rounded, weights=facts)
 
     def rows(
         self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True
@@ -228,8 +228,9 @@ class Bench:
         if not target.exists():
             assignment, facts = make()
             if facts:
-                assignment = dataclasses.replace(assignment, search={**assignment.search, **facts})
+                known = dataclasses.replace(assignment.search, **facts)
+                assignment = dataclasses.replace(assignment, search=known)
             assignment.save(target)
-            if assignment.rounding is not None:  # saved, so what it would be resumed from can go
+            if assignment.weights is not None:  # saved, so what it would be resumed from can go
                 shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
         return Assignment.load(target)

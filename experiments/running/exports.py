@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import dmx
 from dmx.assignment.assignment import Assignment
-from dmx.data.texts import Text, encode
+from dmx.data import Text, encode
 from dmx.exporting import Exported, check_export, check_new, check_target
 from dmx.formats import BF16
-from dmx.models.loading import ModelConfig, load_model, meta_model
+from dmx.models import ModelConfig, load_model, meta_model
 
 from ..reporting.record import ExportFacts, ModelFacts, Row, Verdict
 from .provenance import windows_facts

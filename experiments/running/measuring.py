@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dmx.applying.layers import Safety, apply, restore
 from dmx.assignment.assignment import Assignment
-from dmx.evaluate.harness import NonFiniteError, ZeroShot
 from dmx.evaluate.perplexity import window_losses
+from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot
 
 from ..reporting.record import TaskResult
 from .rows import Losses, Tasks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dmx.assignment.budget import Budget
 from dmx.formats import MX_FORMATS, BitUnit, check_choice
-from dmx.models.loading import ModelConfig, meta_model
+from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import SEARCHES
 

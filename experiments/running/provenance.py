@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dmx
-from dmx.data.texts import Text
+from dmx.data import Text
 from dmx.files import sha256
 
 from ..reporting.record import Device, TextFacts

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
+from dmx.assignment.facts import SearchFacts
 from dmx.evaluate.perplexity import perplexity_of
 from mor.statistics import read_log
 from mor.training import TrainResult
@@ -33,23 +34,45 @@ def method_of(
     if assignment is None:
         return Method()
     search = assignment.search
-    name, formats = search.get("name"), set(assignment.formats.values()) - {"bf16"}
+    name, formats = search.name, set(assignment.formats.values()) - {"bf16"}
     is_searched = name not in (None, "uniform")
-    separate = search.get("operands") == "separate" or bool(assignment.unequal)
+    family = search.family
+    separate = search.choices == "separate" or bool(assignment.unequal)
     return Method(
         search=name,
         format=formats.pop() if name == "uniform" and len(formats) == 1 else None,
         origin=origin,
-        polish=bool(search.get("polish_rounds")),
+        polish=bool(search.polish_rounds),
         transform=str((assignment.transform or {}).get("name", "none")),
-        weights=str((assignment.rounding or {}).get("name", "nearest")),
+        weights=str((assignment.weights or {}).get("name", "nearest")),
         net=net,
         quantized=quantized,
-        family=search.get("family") if is_searched else None,
+        family=None
+        if family is None or not is_searched
+        else family
+        if isinstance(family, str)
+        else " ".join(family),
         units=assignment.units if is_searched else None,
         choices="separate" if separate else "joint",
-        scale_rules=assignment.scale_rule,
+        scale_rules=scale_rules_text(assignment.scale_rules),
     )
+
+
+def scale_rules_text(rules: Mapping[str, Mapping[str, str]]) -> str:
+    """Scale rules in a few words: the one rule of all formats, or each operand's.
+
+    Args:
+        rules: operand -> format -> rule; formats that are not named have `floor`.
+    """
+    sides = {}
+    for operand, by_format in rules.items():
+        unusual = {f: rule for f, rule in sorted(by_format.items()) if rule != "floor"}
+        alike = set(by_format.values())
+        words = ", ".join(f"{name} {rule}" for name, rule in unusual.items()) or "floor"
+        sides[operand] = alike.pop() if len(alike) == 1 else words
+    if len(set(sides.values())) <= 1:
+        return next(iter(sides.values()), "floor")
+    return "; ".join(f"{operand}: {words}" for operand, words in sides.items())
 
 
 @dataclass(frozen=True)
@@ -121,7 +144,7 @@ def make_row(
         safety: report of the net that was around it.
     """
     tasks = tasks or Tasks()
-    search: Mapping[str, Any] = {} if assignment is None else assignment.search
+    search = SearchFacts() if assignment is None else assignment.search
     bits = dict.fromkeys(("element_bits", "bits_per_element", "whole_model_bits_per_element"))
     stated: Any = dict.fromkeys(bits, _FULL_BITS) if assignment is None else assignment.bits
     budget = None if assignment is None else assignment.budget
@@ -131,27 +154,27 @@ def make_row(
         reasons["eval_seconds"] = "not timed apart"
     if tasks.results is None:
         reasons["zero_shot"] = reasons["zero_shot_seconds"] = tasks.missing
-    if search.get("seconds") is None:
+    if search.seconds is None:
         reasons["search_seconds"] = reasons["search_peak_memory_bytes"] = "no search"
-    elif search.get("peak_memory_bytes") is None:
+    elif search.peak_memory_bytes is None:
         reasons["search_peak_memory_bytes"] = "measured on GPUs alone"
     return Row(
         method=method,
         budget=None if budget is None else Limit(float(budget["limit"]), str(budget["unit"])),
-        seed=search.get("seed"),
+        seed=search.seed,
         assignment=path,
         **{name: stated.get(name) for name in bits},
         **measured,
         zero_shot=tasks.results,
-        search_seconds=search.get("seconds"),
-        search_peak_memory_bytes=search.get("peak_memory_bytes"),
+        search_seconds=search.seconds,
+        search_peak_memory_bytes=search.peak_memory_bytes,
         eval_seconds=losses.seconds,
         zero_shot_seconds=tasks.seconds,
         format_counts=None
         if assignment is None
         else format_counts(assignment.formats, assignment.input_formats),
         transform=_facts(assignment and assignment.transform),
-        weights=_facts(assignment and assignment.rounding),
+        weights=_facts(assignment and assignment.weights),
         safety=safety,
         reasons=reasons,
     )

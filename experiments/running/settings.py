@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dmx.errors import DmxError
-from dmx.evaluate.harness import TASKS, check_settings
+from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import check_choice
 
 from ..reporting.record import HEURISTICS, QUANTIZED

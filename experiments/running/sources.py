@@ -19,7 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
 from dmx.formats import BF16, BlockFormat, get_block_format
-from dmx.models.loading import ModelConfig
+from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
 
 from .bench import Bench
@@ -60,9 +60,9 @@ class Source:
         """What labels call its rows instead of the search; None where the assignment names one."""
         if self.files is not None:
             return f"files {self.files.resolve().name}"
-        if tool := assignment.search.get("tool"):
+        if tool := assignment.search.tool:
             return f"{tool} config"
-        return None if assignment.search.get("name") else Path(self.name).stem
+        return None if assignment.search.name else Path(self.name).stem
 
 
 def read_source(name: str, setting: str) -> Source:

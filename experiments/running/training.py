@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 
 import mor
-from dmx.data.texts import DataPair, check_window, encode, load_text
+from dmx.data import DataPair, check_window, encode, load_text
 from dmx.errors import DmxError, RunError
 from dmx.files import write_json
-from dmx.models.loading import LoadedModel, ModelConfig, load_model, max_positions, meta_model
+from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
 from dmx.progress import progress
 from mor.training import TrainConfig, check_training, fresh_weights, train
 

@@ -60,7 +60,7 @@ def test_a_layer_is_the_product_of_its_quantized_operands_under_the_assignments_
 ):
     model = tiny_random.model
     space, choice, _ = mixed(model)
-    dmx.apply(model, make_assignment(space, choice, model, scale_rule=rule))
+    dmx.apply(model, make_assignment(space, choice, model, scale_rules=rule))
     layer = model.model.layers[0].mlp.down_proj
     x = torch.randn(3, 5, layer.in_features)
     operands = [fake_quant(t, "mxfp6_e2m3", scale_rule=rule) for t in (x, layer.weight)]
@@ -230,10 +230,10 @@ def test_bf16_in_an_assignment_leaves_the_layer_in_full_precision(tiny_random):
     assert torch.equal(layer(x), F.linear(x, layer.weight))
 
 
-def test_a_rounding_without_its_file_is_an_error(tiny_random):
+def test_stored_weights_without_their_file_are_an_error(tiny_random):
     _, _, assignment = mixed(tiny_random.model)
-    object.__setattr__(assignment, "rounding", {"name": "dice"})
-    with pytest.raises(AssignmentError, match=r"rounding .*dice.* names no file"):
+    object.__setattr__(assignment, "weights", {"name": "dice"})
+    with pytest.raises(AssignmentError, match=r"weights .*dice.* names no file"):
         dmx.apply(tiny_random.model, assignment)
 
 

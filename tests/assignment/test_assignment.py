@@ -6,19 +6,22 @@ import json
 import pytest
 
 import dmx
+from dmx.applying.layers import quantized_layers
 from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
 from dmx.assignment.budget import Budget, build_space
-from dmx.errors import AssignmentError, RunError
+from dmx.assignment.facts import SearchFacts
+from dmx.errors import AssignmentError, FormatError, RunError
 from dmx.formats import get_block_format, get_family
-from dmx.models.loading import architecture_sha256
+from dmx.models.identity import architecture_sha256
 
 
-def made(model, choice=(0, 1), **options):
+def made(model, choice=(0, 1), scale_rules="floor", **options):
     space = build_space(model, get_family("mxfp6_mxfp4").formats, **options)
     choice = [choice[i % len(choice)] for i in range(len(space.units))]
     return make_assignment(
-        space, choice, model, budget=Budget(5.5), search={"name": "x", "seed": 3}
-    )
+        space, choice, model, budget=Budget(5.5), search=SearchFacts(name="x", seed=3),
+        scale_rules=scale_rules,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -40,9 +43,9 @@ def test_a_saved_assignment_loads_equal(assignment, tmp_path):
 def test_the_file_has_the_keys_of_the_schema_in_order(body, tiny_random):
     assert list(body) == [
         "schema", "model", "formats", "input_formats", "shapes", "unquantized", "units",
-        "scale_rule", "transform", "rounding", "bits", "budget", "search",
+        "scale_rules", "transform", "weights", "bits", "budget", "search",
     ]  # fmt: skip
-    assert body["schema"] == SCHEMA == "dmx.assignment/1"
+    assert body["schema"] == SCHEMA == "dmx.assignment/2"
     assert body["model"]["architecture_sha256"] == architecture_sha256(tiny_random.model.config)
     assert body["unquantized"] == ["lm_head"] and body["input_formats"] is None
     assert body["budget"] == {"limit": 5.5, "unit": "element_bits"}
@@ -104,7 +107,7 @@ def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tin
     raised = 4 * high / sum(p.numel() for p in model.parameters())
     found = apart.bits["whole_model_bits_per_element"]
     assert found - low.bits["whole_model_bits_per_element"] == pytest.approx(raised, rel=1e-9)
-    assert apart.search["operands"] == "separate"
+    assert apart.search.choices == "separate"
     assert Assignment.load(apart.save(tmp_path / "a.json")) == apart
 
 
@@ -119,6 +122,61 @@ def test_bits_that_do_not_count_the_inputs_are_refused(body, tmp_path):
     body["input_formats"] = dict.fromkeys(body["formats"], "mxfp8_e4m3")
     with pytest.raises(AssignmentError, match=r"bits\.element_bits says .*, its formats give"):
         Assignment.from_dict(body)
+
+
+FIRST = {
+    "schema": "dmx.assignment/1",
+    "model": {"id": "tiny", "revision": None, "architecture_sha256": None},
+    "formats": {"a": "mxfp4", "b": "mxfp6"},
+    "input_formats": {"a": "mxfp8_e4m3", "b": "mxfp6_e2m3"},
+    "shapes": {"a": [32, 64], "b": [32, 64]},
+    "unquantized": ["lm_head"], "units": "layer", "scale_rule": "even", "transform": None,
+    "rounding": {"name": "gptq", "file": "rounding.safetensors", "sha256": "0" * 64},
+    "bits": {"element_bits": 6.0, "bits_per_element": 6.25, "whole_model_bits_per_element": 7.0},
+    "budget": {"limit": 6.0, "unit": "element_bits"},
+    "search": {
+        "name": "fisher", "family": "mxfp8_mxfp6_mxfp4", "seed": 0, "polish_rounds": 8,
+        "weighting": "elements", "operands": "separate", "kl": 0.25, "seconds": 3.5,
+    },
+}  # fmt: skip
+"""A file as it was written before schema 2."""
+
+
+def test_a_file_of_the_first_schema_loads_in_the_words_of_the_second(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps(FIRST))
+    loaded = Assignment.load(path)
+    assert loaded.formats == {"a": "mxfp4", "b": "mxfp6_e2m3"}
+    assert loaded.scale_rules == {
+        "weight": {"mxfp4": "even", "mxfp6_e2m3": "even"},
+        "input": {"mxfp8_e4m3": "even", "mxfp6_e2m3": "even"},
+    }
+    assert loaded.weights == FIRST["rounding"]
+    assert loaded.search == SearchFacts(
+        name="fisher", family="mxfp8_mxfp6_mxfp4", seed=0, polish_rounds=8, choices="separate",
+        kl=0.25, seconds=3.5,
+    )  # fmt: skip
+    path.write_text(json.dumps({k: v for k, v in FIRST.items() if k != "rounding"}))
+    with pytest.raises(AssignmentError, match=r"missing keys \['weights'\]"):
+        Assignment.load(path)
+
+
+def test_a_rule_is_that_of_the_operand_and_the_format_and_else_floor(tiny_random, body):
+    body["scale_rules"] = {"weight": {"mxfp4": "even"}, "input": {"mxfp6": "ceil"}}
+    loaded = Assignment.from_dict(body)
+    assert [
+        loaded.rule(operand, get_block_format(name))
+        for operand in ("weight", "input")
+        for name in ("mxfp4", "mxfp6", "mxfp8")
+    ] == ["even", "floor", "floor", "floor", "ceil", "floor"]
+    model = dmx.apply(tiny_random.model, loaded)
+    for name, layer in quantized_layers(model).items():
+        own = [layer.weight_quantizer.scale_rule, layer.input_quantizer.scale_rule]
+        is_low = loaded.formats[name] == "mxfp4"
+        assert own == (["even", "floor"] if is_low else ["floor", "ceil"])
+    for bad in ({"input": {"mxfp4": "round"}}, "round"):
+        with pytest.raises(FormatError, match=r"scale_rules\.\w+\.mxfp4='round'"):
+            made(tiny_random.model, scale_rules=bad)
 
 
 def test_aliases_load_under_their_canonical_name(body):
@@ -143,7 +201,7 @@ def test_a_file_that_is_not_there_or_not_json_is_refused(assignment, tmp_path):
             Assignment.load(path)
     for other in ("[]", "null", '"mxfp4"', '{"formats": {}}', '{"schema": "dmx.assignment/9"}'):
         path.write_text(other)
-        with pytest.raises(AssignmentError, match=r"schema .*, expected 'dmx\.assignment/1'"):
+        with pytest.raises(AssignmentError, match=r"schema .*, expected 'dmx\.assignment/2'"):
             Assignment.load(path)
 
 
@@ -180,7 +238,18 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"unquantized": None}, "unquantized is None, expected a list"),
         ({"unquantized": [1]}, "unquantized must hold layer names"),
         ({"units": "fuse"}, "units 'fuse', allowed: fused, layer"),
-        ({"scale_rule": "round"}, "scale_rule 'round', allowed: floor, ceil, even, rceil"),
+        (
+            {"scale_rules.input": {"mxfp6": "round"}},
+            r"scale_rules\.input\.mxfp6='round' is not allowed.* floor, ceil, even, rceil",
+        ),
+        ({"scale_rules.weight": {"mxfp5": "floor"}}, r"scale_rules\.weight='mxfp5'.*Did you mean"),
+        ({"scale_rules.weight": {"bf16": "floor"}}, r"scale_rules\.weight='bf16' cannot be"),
+        ({"scale_rules.weight": "floor"}, r"scale_rules\.weight is 'floor', expected an object"),
+        ({"scale_rules.output": {}}, r"scale_rules has unknown keys \['output'\], allowed: weight"),
+        ({"search.steeps": 3}, r"search has unknown keys \['steeps'\], allowed: name, family"),
+        ({"search.seed": True}, "search.seed is True, expected int or null"),
+        ({"search.choices": "both"}, "search.choices is 'both', expected 'joint' or 'separate'"),
+        ({"search.family": [1]}, "search.family is .*expected str or list of names or null"),
     ],
 )
 def test_a_damaged_or_edited_file_is_refused(body, change, words, tmp_path):

@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from dmx import hub
-from dmx.data.texts import (
+from dmx.data import (
     DataConfig,
     DataPair,
     check_tokens,
     check_window,
     encode,
     load_text,
+    sources,
     token_batches,
 )
-from dmx.data.texts import texts as data
+from dmx.data.config import SPLITS
 from dmx.errors import DataError
-from dmx.models.loading import byte_tokenizer
+from dmx.models import byte_tokenizer
 
 REPO = Path(__file__).parents[2]
 
@@ -33,7 +34,7 @@ REPO = Path(__file__).parents[2]
 
 
 def test_embedded_parts_join_to_the_whole_and_split_at_four_fifths(no_dmx_data):
-    parts = [load_text(DataConfig(name="embedded", split=s)) for s in data._SPLITS["embedded"]]
+    parts = [load_text(DataConfig(name="embedded", split=s)) for s in SPLITS["embedded"]]
     from pydoc_data.topics import topics
 
     whole = "\n\n".join(topics[key] for key in sorted(topics))
@@ -87,7 +88,7 @@ def test_wikitext2_document_from_the_hub_equals_the_raw_file(dmx_data, monkeypat
     local = load_text(config)
     rows = parquet.read_table(dmx_data / "wikitext2_raw/rows-test.parquet")["text"].to_pylist()
     monkeypatch.delenv("DMX_DATA")
-    monkeypatch.setattr(data, "_hub_rows", lambda *_: rows)
+    monkeypatch.setattr(sources, "_hub_rows", lambda *_: rows)
     assert load_text(config).sha256 == local.sha256
 
 
@@ -142,7 +143,7 @@ def test_a_data_set_that_the_hub_lacks_says_so(no_dmx_data, monkeypatch):
     def refuse(*_, **__):
         raise datasets.exceptions.DatasetNotFoundError("no such data set")
 
-    monkeypatch.setattr(data, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(DataError, match=r"did not serve allenai/c4 \(missing: no such data set\)"):
         load_text(DataConfig(name="c4"))
@@ -159,7 +160,7 @@ def test_hub_streams_only_as_many_documents_as_asked(no_dmx_data, monkeypatch):
             drawn.append(1)
             yield {"text": "page"}
 
-    monkeypatch.setattr(data, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets, "load_dataset", endless)
     text = load_text(DataConfig(name="fineweb"))
@@ -176,7 +177,7 @@ def test_out_of_reach_the_cache_alone_is_asked(no_dmx_data, monkeypatch):
         return [{"text": "from the cache"}]
 
     before = datasets.config.HF_HUB_OFFLINE
-    monkeypatch.setattr(data, "hub_is_reachable", lambda: False)
+    monkeypatch.setattr(sources, "hub_is_reachable", lambda: False)
     monkeypatch.setattr(datasets, "load_dataset", cached)
     assert load_text(DataConfig(name="wikitext2", split="test")).text == "from the cache"
     assert before == datasets.config.HF_HUB_OFFLINE

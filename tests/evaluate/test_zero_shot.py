@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 
 import numpy as np
 import pytest
@@ -10,10 +9,13 @@ import torch
 
 import dmx
 from dmx.errors import DataError, DmxError, ModelError, RunError
-from dmx.evaluate import harness
-from dmx.evaluate.harness import NonFiniteError, ZeroShot, paired_difference
+from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot, scoring
+from dmx.evaluate.zero_shot import requests as zero_shot_requests
+from dmx.evaluate.zero_shot import tasks as zero_shot_tasks
+from dmx.evaluate.zero_shot.cache import DECIDING_MODULES, result_cache
 from dmx.formats import get_mx_format
 from dmx.searching import SearchConfig, uniform_assignment
+from dmx.state import code_version
 
 NAMES = ["arc_easy", "arc_challenge", "hellaswag_1k", "winogrande"]
 needs_lm_eval = pytest.mark.skipif(
@@ -30,10 +32,11 @@ def _kept():
 @pytest.fixture
 def asked(dmx_data, tiny_random, _kept):
     """Eight items of each of the four tasks, without a cache; read once a session."""
-    if "harness" not in _kept:
-        _kept["harness"] = ZeroShot(tiny_random.tokenizer, limit=8, quiet=True)
-    kept = _kept["harness"]
-    kept.cache_folder, kept.batch_size, kept._fitting_tokens = None, None, None
+    if "asked" not in _kept:
+        _kept["asked"] = ZeroShot(tiny_random.tokenizer, limit=8, quiet=True)
+    kept = _kept["asked"]
+    kept.cache = result_cache(None)
+    kept.scorer.batch_size, kept.scorer.fitting_tokens = None, None
     return kept
 
 
@@ -75,15 +78,15 @@ def test_log_likelihoods_equal_those_of_lm_eval(asked, tiny_trained):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    requests = asked._tasks[3].requests + asked._tasks[2].requests
-    ours = asked._answers(tiny_trained.model, requests, "")
+    requests = asked.tasks[3].requests + asked.tasks[2].requests
+    ours = asked.scorer.answers(tiny_trained.model, requests, "")
     lm = HFLM(
         pretrained=tiny_trained.model,
         tokenizer=tiny_trained.tokenizer,
         batch_size=4,
         softmax_dtype="float32",
     )
-    instances = [i for k in (3, 2) for i in asked._tasks[k].task.instances]
+    instances = [i for k in (3, 2) for i in asked.tasks[k].task.instances]
     assert all(isinstance(i, Instance) for i in instances)
     theirs = lm.loglikelihood(instances, disable_tqdm=True)
     np.testing.assert_allclose([a for a, _ in ours], [a for a, _ in theirs], rtol=1e-5)
@@ -109,7 +112,7 @@ def test_tokens_are_split_as_lm_eval_does(tiny_random, pair):
     seen = []
     lm._loglikelihood_tokens = lambda requests, **_: seen.extend(requests) or []
     lm.loglikelihood([Instance("loglikelihood", {}, pair, 0)], disable_tqdm=True)
-    (request,) = harness._encode(tiny_random.tokenizer, [pair])
+    (request,) = zero_shot_requests.encode_pairs(tiny_random.tokenizer, [pair])
     assert (request.context, request.continuation) == (seen[0][1], seen[0][2])
 
 
@@ -150,19 +153,19 @@ def test_a_model_is_left_as_it_was(asked, tiny_random):
 
 @needs_lm_eval
 def test_batches_do_not_change_answers(asked, tiny_random):
-    requests = asked._tasks[0].requests
-    reference = asked._answers(tiny_random.model, requests, "")
+    requests = asked.tasks[0].requests
+    reference = asked.scorer.answers(tiny_random.model, requests, "")
     for setting in (1, 3, 1000):
-        asked.batch_size = setting
-        found = asked._answers(tiny_random.model, requests, "")
+        asked.scorer.batch_size = setting
+        found = asked.scorer.answers(tiny_random.model, requests, "")
         np.testing.assert_allclose([a for a, _ in found], [a for a, _ in reference], rtol=1e-5)
 
 
 @needs_lm_eval
 def test_a_batch_that_does_not_fit_is_halved_and_remembered(asked, tiny_random, monkeypatch):
-    requests = asked._tasks[3].requests
-    reference = asked._answers(tiny_random.model, requests, "")
-    plain, tried = harness._score, []
+    requests = asked.tasks[3].requests
+    reference = asked.scorer.answers(tiny_random.model, requests, "")
+    plain, tried = scoring._score, []
 
     def small(model, batch, longest):
         tokens = len(batch) * max(len(r.context) + len(r.continuation) for r in batch)
@@ -171,20 +174,20 @@ def test_a_batch_that_does_not_fit_is_halved_and_remembered(asked, tiny_random, 
             raise torch.OutOfMemoryError("no room")
         return plain(model, batch, longest)
 
-    monkeypatch.setattr(harness, "_score", small)
-    found = asked._answers(tiny_random.model, requests, "")
+    monkeypatch.setattr(scoring, "_score", small)
+    found = asked.scorer.answers(tiny_random.model, requests, "")
     np.testing.assert_allclose([a for a, _ in found], [a for a, _ in reference], rtol=1e-5)
-    assert asked._fitting_tokens & (asked._fitting_tokens - 1) == 0
+    assert asked.scorer.fitting_tokens & (asked.scorer.fitting_tokens - 1) == 0
     tried.clear()
-    asked._answers(tiny_random.model, requests, "")
+    asked.scorer.answers(tiny_random.model, requests, "")
     assert all(fitted for _, fitted in tried)
 
     def none(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(harness, "_score", none)
+    monkeypatch.setattr(scoring, "_score", none)
     with pytest.raises(ModelError, match="not even one request"):
-        asked._answers(tiny_random.model, requests, "")
+        asked.scorer.answers(tiny_random.model, requests, "")
 
 
 @needs_lm_eval
@@ -205,9 +208,9 @@ def test_answers_that_are_not_numbers_are_refused(asked, tiny_random):
 @pytest.mark.gpu
 @needs_lm_eval
 def test_gpu_answers_are_near_those_of_the_cpu(asked, tiny_trained):
-    requests = asked._tasks[0].requests
-    cpu = asked._answers(tiny_trained.model, requests, "")
-    gpu = asked._answers(tiny_trained.model.to("cuda"), requests, "")
+    requests = asked.tasks[0].requests
+    cpu = asked.scorer.answers(tiny_trained.model, requests, "")
+    gpu = asked.scorer.answers(tiny_trained.model.to("cuda"), requests, "")
     np.testing.assert_allclose([a for a, _ in gpu], [a for a, _ in cpu], rtol=1e-3)
 
 
@@ -218,12 +221,12 @@ def test_gpu_answers_are_near_those_of_the_cpu(asked, tiny_trained):
 def test_a_kept_result_is_used_and_another_model_is_not_it(
     asked, tiny_random, tmp_path, monkeypatch
 ):
-    asked.cache_folder = tmp_path
+    asked.cache = result_cache(tmp_path)
     model = tiny_random.model
     first = asked.evaluate(model)
     assert len(list(tmp_path.iterdir())) == len(NAMES)
     with monkeypatch.context() as patch:
-        patch.setattr(harness, "_score", None)  # nothing may be measured
+        patch.setattr(scoring, "_score", None)  # nothing may be measured
         assert asked.evaluate(model) == first
     dmx.apply(model, mxfp4(model), inputs=False)
     asked.evaluate(model)
@@ -242,7 +245,7 @@ def test_a_kept_result_is_used_and_another_model_is_not_it(
 @needs_lm_eval
 @pytest.mark.parametrize("damage", ["cut", "value", "foreign"])
 def test_a_damaged_cache_file_is_an_error_that_names_it(asked, tiny_random, tmp_path, damage):
-    asked.cache_folder = tmp_path
+    asked.cache = result_cache(tmp_path)
     asked.evaluate(tiny_random.model)
     path = next(tmp_path.glob("winogrande-*.json"))
     body = json.loads(path.read_text())
@@ -258,13 +261,21 @@ def test_a_damaged_cache_file_is_an_error_that_names_it(asked, tiny_random, tmp_
         asked.evaluate(tiny_random.model)
 
 
+@pytest.mark.parametrize("part", ["kernels/ops.py", "zero_shot/scoring.py", "transforms/block.py"])
+def test_a_kept_result_depends_on_all_code_that_decides_it(part):
+    def changed(path):
+        return path.read_bytes() + (b"\nchanged = 1\n" if path.match(f"*/{part}") else b"")
+
+    assert any(code_version(m) != code_version(m, changed) for m in DECIDING_MODULES)
+
+
 @needs_lm_eval
 def test_foreign_quantizers_are_not_cached(asked, tiny_random, tmp_path):
     class Guard:
         def guard(self, quantizer, layer_name, operand):
             return lambda x: quantizer(x)
 
-    asked.cache_folder = tmp_path
+    asked.cache = result_cache(tmp_path)
     dmx.apply(tiny_random.model, mxfp4(tiny_random.model), safety=Guard())
     asked.evaluate(tiny_random.model)
     assert not list(tmp_path.iterdir())
@@ -302,10 +313,13 @@ def test_settings_that_cannot_be_are_refused(dmx_data, tiny_random, settings, me
 
 @needs_lm_eval
 def test_other_tasks_than_asked_are_refused(dmx_data, monkeypatch):
-    plain = harness._load_data
-    monkeypatch.setattr(harness, "_load_data", lambda m, names, data: plain(m, ["arc_easy"], data))
-    with harness._quiet_lm_eval(), pytest.raises(DataError, match="asked for and lm-eval returned"):
-        harness._load_tasks(["arc_easy", "winogrande"])
+    plain = zero_shot_tasks._load_data
+    monkeypatch.setattr(
+        zero_shot_tasks, "_load_data", lambda m, names, data: plain(m, ["arc_easy"], data)
+    )
+    refused = pytest.raises(DataError, match="asked for and lm-eval returned")
+    with zero_shot_tasks.quiet_lm_eval(), refused:
+        zero_shot_tasks.load_tasks(["arc_easy", "winogrande"])
 
 
 @needs_lm_eval
@@ -332,19 +346,7 @@ def test_data_without_task_files_beside_it_is_refused(tmp_path, tiny_random, mon
         dmx.zero_shot(tiny_random.model, tiny_random.tokenizer)
 
 
-# ---------------------------------------------------------------- paired differences
-
-
-def test_paired_difference_is_exact():
-    mean, stderr, count = paired_difference([1, 1, 0, 1], [1, 0, 0, 0])
-    # differences 0, 1, 0, 1: mean 1/2, sample variance 1/3
-    assert (mean, count) == (0.5, 4)
-    assert stderr == pytest.approx(math.sqrt(1 / 3 / 4))
-    assert paired_difference([0.25], [1.0]) == (-0.75, None, 1)
-    assert paired_difference([1, 0], [1, 0]) == (0.0, 0.0, 2)
-    for a, b in (([1], [1, 0]), ([], [])):
-        with pytest.raises(DataError, match="as many on both sides"):
-            paired_difference(a, b)
+# ---------------------------------------------------------------- rows
 
 
 def row(label, search, items, **more):

@@ -11,10 +11,10 @@ import dmx
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import build_space
 from dmx.formats import get_family
+from dmx.models.running import model_logits
 from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig
 from dmx.searching.ablation import unit_ablation
-from dmx.searching.objective import model_logits
 from experiments import compare, evaluate
 from experiments.reporting.maps import agreement, raised_by_projection
 
@@ -89,7 +89,7 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     for name in ("kl+polish", "differentiable+polish"):
         folder = tmp_path / "run" / f"{name}-4.7-seed0"
         log = [json.loads(line) for line in (folder / "polish.jsonl").read_text().splitlines()]
-        assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search["kl"]
+        assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search.kl
     code, _out, err = run(
         evaluate, *TINY[:-2], f"assignments=[{folder}/assignment.json]",
         f"run.folder={tmp_path}/again",

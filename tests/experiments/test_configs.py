@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from dmx.assignment.budget import Budget
 from dmx.errors import DmxError
-from dmx.models.loading import ModelConfig, meta_model
+from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import SEARCHES
 from experiments.compare import CompareRun

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import dmx
-from dmx.data.texts import DataConfig, encode, load_text
+from dmx.data import DataConfig, encode, load_text
 from dmx.errors import DmxError, RunError
 from dmx.formats import MX_FORMATS
-from dmx.models.loading import byte_tokenizer
+from dmx.models import byte_tokenizer
 from experiments import compare, evaluate, search
 from experiments.reporting.record import SCHEMA
 from experiments.running import bench as _bench

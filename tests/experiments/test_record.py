@@ -17,7 +17,6 @@ from experiments.reporting.record import (
     Record,
     Row,
     TaskResult,
-    TrainingRow,
     Verdict,
     dimension,
     varying,

@@ -181,7 +181,7 @@ def test_the_target_assignment_takes_the_file_along(make_tiny, tmp_path):
 
 SCRIPT = """
 import sys, torch, dmx
-from dmx.models.loading import ModelConfig, TinyConfig, load_model
+from dmx.models import ModelConfig, TinyConfig, load_model
 torch.set_num_threads(1)
 model = load_model(ModelConfig(id="tiny", dtype="float32", tiny=TinyConfig())).model
 generator = torch.Generator().manual_seed(0)

@@ -207,7 +207,10 @@ def test_bytes_are_bits_per_element_to_the_byte(rule, target, make_tiny, tmp_pat
     model = make_tiny("smollm2", dtype="bfloat16").model
     found = mixed(model, HELD[target])
     assignment = Assignment.from_dict(
-        {**json.loads(found.save(tmp_path / "a.json").read_text()), "scale_rule": rule}
+        {
+            **json.loads(found.save(tmp_path / "a.json").read_text()),
+            "scale_rules": {"weight": dict.fromkeys(HELD[target], rule)},
+        }
     )
     done = export(model, assignment, tmp_path / "out", target, verify=False)
     headers = read_headers(done.folder)

@@ -75,7 +75,7 @@ def test_modelopt_quantized_layers(tiny_random):
     assert dict(found.formats) == {
         f"{L0}.mlp.up_proj": "mxfp4", f"{L0}.mlp.down_proj": "mxfp8_e4m3"
     }  # fmt: skip
-    assert len(found.unquantized) == 13 and found.search["tool"] == "modelopt"
+    assert len(found.unquantized) == 13 and found.search.tool == "modelopt"
 
 
 def test_auto_round_layers_over_defaults(tiny_random):

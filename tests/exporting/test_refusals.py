@@ -19,7 +19,7 @@ from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import exporter, writing
 from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
-from dmx.models.loading import ModelConfig, TinyConfig, meta_model
+from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from tests.exporting.conftest import VLLM, mixed, unequal
 
@@ -160,9 +160,11 @@ def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, mon
 
 def test_a_rule_that_quark_does_not_scale_inputs_by(case):
     model, export = case
-    rule = dataclasses.replace(mixed(model, VLLM), scale_rule="rceil")
-    with pytest.raises(FormatError, match=r"floor, ceil, even.*'rceil'"):
+    rules = {"input": {"mxfp8_e4m3": "rceil"}}
+    rule = dataclasses.replace(mixed(model, VLLM), scale_rules=rules)
+    with pytest.raises(FormatError, match=r"floor, ceil, even.*'rceil' for inputs in mxfp8_e4m3"):
         export(rule, inputs=True)
+    export(dataclasses.replace(rule, scale_rules={"weight": rules["input"]}), inputs=True)
 
 
 def test_folders_that_our_loader_refuses(case, tmp_path):

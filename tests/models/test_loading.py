@@ -10,20 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from dmx.data.texts import DataConfig, check_tokens, encode, load_text, token_batches
+from dmx.data import DataConfig, check_tokens, encode, load_text, token_batches
 from dmx.errors import ModelError
-from dmx.models.loading import (
+from dmx.models import (
     ModelConfig,
     TinyConfig,
-    architecture_sha256,
     byte_tokenizer,
     check_searchable,
     load_model,
+    loading,
+    locating,
     max_positions,
     meta_model,
     train_tiny,
 )
-from dmx.models.loading import loading as models
+from dmx.models.config import DTYPES
+from dmx.models.identity import architecture_sha256
 from dmx.models.tiny import TINY_ARCHITECTURES, tiny_model_config
 
 REPO = Path(__file__).parents[2]
@@ -69,7 +71,7 @@ def test_every_model_config_file_is_valid(name):
     config = from_file(name)
     assert (config.package is None) == (config.gguf_file is None)
     if config.tiny is None and config.package is None:
-        assert models._HUB_NAME.fullmatch(config.id) and "/" in config.id
+        assert locating.HUB_NAME.fullmatch(config.id) and "/" in config.id
 
 
 @pytest.mark.parametrize(
@@ -127,10 +129,10 @@ def test_smollm2_ties_its_embeddings_and_llama_does_not():
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("dtype", models.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tiny_model_has_the_dtype_asked_for(dtype):
     loaded = load_model(ModelConfig(id="x", dtype=dtype, tiny=TinyConfig()))
-    assert {p.dtype for p in loaded.model.parameters()} == {models.DTYPES[dtype]}
+    assert {p.dtype for p in loaded.model.parameters()} == {DTYPES[dtype]}
     assert loaded.provenance["dtype"] == dtype
 
 
@@ -249,7 +251,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path):
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/model-of-nobody", "a/b/c"])
 @pytest.mark.parametrize("load", [load_model, meta_model])
 def test_a_folder_that_does_not_exist_is_not_looked_up_on_the_hub(monkeypatch, name, load):
-    monkeypatch.setattr(models, "hub_is_reachable", lambda: pytest.fail("asked the hub"))
+    monkeypatch.setattr(locating, "hub_is_reachable", lambda: pytest.fail("asked the hub"))
     with pytest.raises(ModelError, match=r"there is no such folder.*no hub name"):
         load(ModelConfig(id=name))
 
@@ -334,7 +336,7 @@ def test_what_the_hub_refuses_is_told_with_the_way_out(monkeypatch, error, messa
         cause = getattr(errors, error)("refused", response=response)
         raise OSError("the library's own words") from cause
 
-    monkeypatch.setattr(models, "hub_is_reachable", lambda: True)
+    monkeypatch.setattr(locating, "hub_is_reachable", lambda: True)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
     with pytest.raises(ModelError, match=message):
         meta_model(ModelConfig(id="owner/model", revision="v1"))
@@ -415,7 +417,7 @@ class TestPackagedModel:
     def test_its_digits_stand_alone_with_and_without_the_rule(self, packaged_model, dmx_data):
         config = from_file(GGUF_CONFIG)
         config.digit_pretokenizer = False
-        own = models._read_tokenizer(config, models._locate(config))
+        own = loading._read_tokenizer(config, locating.locate(config))
         fixed = packaged_model.tokenizer
         assert own.tokenize("a 123") == fixed.tokenize("a 123") == ["a", "Ġ", "1", "2", "3"]
         # spaces before a number: the rule keeps them together, as the original tokenizer does

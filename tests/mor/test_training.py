@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mor
-from dmx.data.texts import DataConfig, encode, load_text
+from dmx.data import DataConfig, encode, load_text
 from mor import MorConfig, MorError
 from mor.statistics import read_log
 from mor.training import (

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from experiments.reporting.quality_tables import pooled
+from experiments.reporting.results import group_rows
 
 from dmx.errors import DmxError
 from experiments.reporting.maps import format_counts
 from experiments.reporting.pages.mor import curves, fell_back, mor_page
 from experiments.reporting.pages.quality import quality_page
 from experiments.reporting.plots import pareto
-from experiments.reporting.quality_tables import pooled
 from experiments.reporting.report_training import digits_log, fallback_digits, loss_curve
-from experiments.reporting.results import group_rows
 from mor.statistics import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]

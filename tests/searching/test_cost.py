@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from dmx.assignment.budget import Budget
-from dmx.searching import SearchConfig, replay, search_space
+from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
+from dmx.models.running import model_logits
+from dmx.searching import SearchConfig, disturbances, search_space
 from dmx.searching.differentiable import DifferentiableSearch
+from dmx.searching.disturbances import split_evenly
 from dmx.searching.heuristics import Scan
-from dmx.searching.objective import model_logits
 from dmx.searching.offsets import anneal, searching_model
-from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact, split_evenly
 
 
 @pytest.fixture
@@ -35,10 +36,10 @@ def test_a_scan_with_reused_prefixes_gives_the_scores_of_the_naive_one(
 ):
     model, batches = make_tiny("llama", dtype=dtype, layers=3).model.eval(), tiny[1]
     config = SearchConfig(name="kl", units=units, family="mxfp8_mxfp6_mxfp4")
-    monkeypatch.setitem(replay.STACKED_LOGITS, "cpu", 3 * 2 * 48 * 288)  # three at once
+    monkeypatch.setitem(disturbances.STACKED_LOGITS, "cpu", 3 * 2 * 48 * 288)  # three at once
     assert prefix_replay_is_exact(model, batches[0][:1])
     reused = kl_scores(model, batches, config)
-    monkeypatch.setattr(replay, "prefix_replay_is_exact", lambda *_: False)
+    monkeypatch.setattr(disturbances, "prefix_replay_is_exact", lambda *_: False)
     naive = kl_scores(model, batches, config)
     # Stacked batches may round otherwise inside matrix products.
     tolerance = 1e-4 if dtype == "float32" else 0.05

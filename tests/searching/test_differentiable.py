@@ -14,12 +14,12 @@ from torch import nn
 import dmx
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget, build_space, is_maximal
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
+from dmx.models.running import is_purely_causal
 from dmx.searching import SearchConfig, search_space, uniform_assignment
 from dmx.searching.differentiable import STATE_FILE
-from dmx.searching.graph import is_purely_causal
 from dmx.searching.result import SearchResult
 
 
@@ -137,7 +137,7 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
         assignment = dmx.search(model, batches, budget, config).assignment
         choice = space.choice_of(assignment.formats, assignment.input_formats)
         assert assignment.input_formats is None or operands == "separate"
-        assert assignment.search.get("operands", "joint") == operands
+        assert assignment.search.choices == operands
         assert is_maximal(space, budget, choice)
         assert assignment.bits[unit] == space.average(choice, unit) <= budget.limit
         assert assignment.formats["model.layers.0.mlp.down_proj"] == "mxfp8_e4m3"

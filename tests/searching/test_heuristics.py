@@ -9,11 +9,11 @@ from torch import nn
 
 import dmx
 from dmx.assignment.budget import Budget
+from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.heuristics import Scan
 from dmx.searching.offsets import searching_model
-from dmx.searching.replay import PrefixReplay, prefix_replay_is_exact
 
 WIDE = Budget(16.0)  # every layer high: only the preferences are of interest
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import dmx
 from dmx.assignment.budget import Budget, is_maximal, project
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
 from dmx.progress import Stopwatch
-from dmx.searching import SearchConfig, replay, search_space
+from dmx.searching import SearchConfig, disturbances, search_space
 from dmx.searching.heuristics import random_preference, solve_knapsack
 from dmx.searching.offsets import searching_model
 from dmx.searching.polish import KEPT_LOGITS, LOG_FILE, STATE_FILE, Polish
@@ -89,7 +89,7 @@ def test_each_round_is_measured_right_and_none_is_worse(tiny):
     assert [row["round"] for row in result.polish] == list(range(len(kls)))
     assert all(row["bits"] <= 4.8 and row["seconds"] >= 0 for row in result.polish)
     assert unpolished.polish == [] and result.assignment != unpolished.assignment
-    assert result.assignment.search["polish_rounds"] == 8
+    assert result.assignment.search.polish_rounds == 8
     reference = copy.deepcopy(model)
     for found, kl in ((unpolished, kls[0]), (result, kls[-1])):
         dmx.apply(model, found.assignment)
@@ -108,7 +108,7 @@ def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny
     space = search_space(model, config)
     start = random_start(space, Budget(5.5), 1)
     quick = polish(model, tokens, Budget(5.5), config, start)
-    monkeypatch.setattr(replay, "prefix_replay_is_exact", lambda *_: False)
+    monkeypatch.setattr(disturbances, "prefix_replay_is_exact", lambda *_: False)
     plain = polish(model, tokens, Budget(5.5), config, start)
     np.testing.assert_allclose(quick.gain, plain.gain, rtol=1e-3, atol=1e-7)
     monkeypatch.undo()

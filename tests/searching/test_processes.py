@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
 import json, sys, torch, dmx
-from dmx.models.loading import ModelConfig, TinyConfig, load_model
+from dmx.models import ModelConfig, TinyConfig, load_model
 torch.set_num_threads(1)
 model = load_model(ModelConfig(id="tiny", dtype="float32", tiny=TinyConfig())).model
 generator = torch.Generator().manual_seed(0)

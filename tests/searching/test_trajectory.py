@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dmx
-from dmx.models.loading import ModelConfig, TinyConfig, load_model
+from dmx.models import ModelConfig, TinyConfig, load_model
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "trajectory.json"
 KEYS = ("loss", "temperature", "soft_bits", "hard_bits", "projected_bits")

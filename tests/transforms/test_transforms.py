@@ -13,10 +13,10 @@ from torch import nn
 
 import dmx
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.budget import fused_group
 from dmx.errors import AssignmentError, FormatError, ModelError, RunError
 from dmx.formats import get_mx_format
 from dmx.kernels import ops
+from dmx.models.linears import fused_group
 from dmx.searching import SearchConfig, search_space, uniform_assignment
 from dmx.searching.config import SearchConfigError
 from dmx.searching.differentiable import DifferentiableSearch
@@ -423,7 +423,8 @@ def test_the_gradient_is_that_of_the_public_quantizer(make_tiny, dtype, operands
 
 def reference_gradient(model, bank, search):
     """The same loss with every product written out in the public differentiable quantizer."""
-    from dmx.searching.objective import budget_penalty, model_logits, task_loss
+    from dmx.models.running import model_logits
+    from dmx.searching.objective import budget_penalty, task_loss
     from dmx.searching.offsets import anneal
 
     offsets = anneal(search.raw, torch.tensor(0.4), search.family)
@@ -715,8 +716,8 @@ def test_saving_elsewhere_takes_the_file_along_under_the_name_of_the_assignment(
     assert second.content("transform") == assignment.content("transform")
     second.save(tmp_path / "b" / "best.json")  # onto itself
     assert Assignment.load(tmp_path / "b" / "best.json").content("transform")
-    with pytest.raises(AssignmentError, match=r"rounding .* names no file"):
-        first.artifact("rounding")
+    with pytest.raises(AssignmentError, match=r"weights .* names no file"):
+        first.artifact("weights")
     with pytest.raises(AssignmentError, match="Save it first"):
         assignment.artifact("transform")
 

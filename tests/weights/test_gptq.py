@@ -20,7 +20,7 @@ from dmx.applying.layers import quantized_layers
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import build_space
-from dmx.data.texts import DataConfig, encode, load_text, token_batches
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element
@@ -68,7 +68,7 @@ def mixed(model, rule="floor", units="layer"):
     formats = get_family("mxfp8_mxfp6_mxfp4").formats
     space = build_space(model, formats, units=units)
     choice = [i % len(formats) for i in range(len(space.units))]
-    return make_assignment(space, choice, model, scale_rule=rule)
+    return make_assignment(space, choice, model, scale_rules=rule)
 
 
 # ---------------------------------------------------------------- one weight
@@ -312,8 +312,8 @@ def test_weights_only_calibrates_on_full_precision_inputs(tiny_random):
     assignment = uniform(model)
     both = gptq(model, assignment, BATCHES)
     weights = gptq(model, assignment, BATCHES, inputs=False)
-    assert weights.rounding["inputs"] is False
-    assert weights.rounding["sha256"] != both.rounding["sha256"]
+    assert weights.weights["inputs"] is False
+    assert weights.weights["sha256"] != both.weights["sha256"]
 
 
 def test_layers_of_one_input_and_several_formats_share_its_hessian(tiny_random):
@@ -367,7 +367,7 @@ def test_bf16_layers_pass(tiny_random):
     model = tiny_random.model
     assignment = uniform(model, exclude=["*.1.*"], fixed={"*.0.mlp.down_proj": "mxfp8"})
     rounded = gptq(model, assignment, BATCHES)
-    stored = from_bytes(rounded.content("rounding"), rounded.formats, rounded.shapes)
+    stored = from_bytes(rounded.content("weights"), rounded.formats, rounded.shapes)
     assert set(stored) == set(assignment.formats)
     assert stored["model.layers.0.mlp.down_proj"].block_format is MXFP8_E4M3
 
@@ -395,7 +395,7 @@ def test_saved_and_loaded_it_gives_the_same_logits(tiny_random, tmp_path):
     rounded = gptq(model, mixed(model), BATCHES)
     path = rounded.save(tmp_path / "assignment.json")
     loaded = Assignment.load(path)
-    assert loaded.rounding == rounded.rounding | {"file": "rounding.safetensors"}
+    assert loaded.weights == rounded.weights | {"file": "weights.safetensors"}
     found = []
     for assignment in (rounded, loaded):
         dmx.apply(model, assignment, cache_weights=assignment is loaded)
@@ -408,7 +408,7 @@ def test_saved_and_loaded_it_gives_the_same_logits(tiny_random, tmp_path):
     bits = sum(
         loaded.block_format(n).bits_per_element * a * b for n, (a, b) in loaded.shapes.items()
     )
-    size = (tmp_path / "rounding.safetensors").stat().st_size
+    size = (tmp_path / "weights.safetensors").stat().st_size
     assert bits / 8 < size < bits / 8 + 1000 * len(loaded.formats)
 
 
@@ -440,13 +440,13 @@ def test_the_safety_net_guards_rounded_weights(tiny_random):
 def test_a_damaged_file_or_other_weights_are_refused(tiny_random, tmp_path):
     model = tiny_random.model
     path = gptq(model, uniform(model), BATCHES).save(tmp_path / "assignment.json")
-    file = tmp_path / "rounding.safetensors"
+    file = tmp_path / "weights.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(AssignmentError, match=r"rounding\.safetensors: SHA-256"):
+    with pytest.raises(AssignmentError, match=r"weights\.safetensors: SHA-256"):
         dmx.apply(model, Assignment.load(path))
     file.unlink()
-    with pytest.raises(AssignmentError, match=r"rounding\.safetensors: cannot be read"):
+    with pytest.raises(AssignmentError, match=r"weights\.safetensors: cannot be read"):
         dmx.apply(model, Assignment.load(path))
     file.write_bytes(whole)
     other = copy.deepcopy(model)
@@ -463,7 +463,7 @@ def test_a_damaged_file_or_other_weights_are_refused(tiny_random, tmp_path):
 def test_contents_that_do_not_fit_the_assignment_are_refused(tiny_random):
     model = tiny_random.model
     rounded = gptq(model, uniform(model), BATCHES)
-    content, formats, shapes = rounded.content("rounding"), rounded.formats, rounded.shapes
+    content, formats, shapes = rounded.content("weights"), rounded.formats, rounded.shapes
     name = next(iter(formats))
     stored = from_bytes(content, formats, shapes)
     with pytest.raises(AssignmentError, match=r"is damaged .* round again"):
@@ -526,9 +526,9 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
     with monkeypatch.context() as patch:
         patch.setattr(rounding, "inverse_factor", lambda *a: calls.append(0) or inverse_factor(*a))
         resumed = gptq(model, assignment, BATCHES, folder=tmp_path)
-        assert resumed.rounding == whole.rounding
+        assert resumed.weights == whole.weights
         assert len(calls) == 7  # of the second block; every layer has an input format of its own
-        assert gptq(model, assignment, BATCHES, folder=tmp_path).rounding == whole.rounding
+        assert gptq(model, assignment, BATCHES, folder=tmp_path).weights == whole.weights
         assert len(calls) == 7
     with pytest.raises(RunError, match=r"of a rounding with other settings"):
         gptq(model, assignment, BATCHES, damping=0.1, folder=tmp_path)
@@ -566,8 +566,8 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     assert len({r.nll for r in rows[::2]}) == 4
     folder = tmp_path / "run" / "fisher-4.7-seed0"
     plain, rounded = (Assignment.load(folder / f"assignment{x}.json") for x in ("", ".gptq"))
-    assert plain.formats == rounded.formats and plain.rounding is None
-    assert rounded.rounding["batches"] == 2 and rounded.rounding["seconds"] > 0
+    assert plain.formats == rounded.formats and plain.weights is None
+    assert rounded.weights["batches"] == 2 and rounded.weights["seconds"] > 0
     assert not list((tmp_path / "run").rglob("rounding_state"))
     code, _out, err = run(
         evaluate, *GIVEN, f"assignments=[{folder}/assignment.json,{folder}/assignment.gptq.json]",
@@ -615,7 +615,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     code, _out, err = run(search, *COMMAND, f"run.folder={folder}")
     assert code == 0, err
     assert [r.nll for r in rows_of(folder)] == [r.nll for r in rows]
-    files = [f / "assignment.gptq.rounding.safetensors" for f in (tmp_path / "whole", folder)]
+    files = [f / "assignment.gptq.weights.safetensors" for f in (tmp_path / "whole", folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -634,10 +634,10 @@ def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_
     dmx.export(model, rounded, tmp_path / "out", target=target, verify=False)
     back = dmx.load_exported(tmp_path / "out")
     assert torch.equal(logits(back.model), expected)
-    assert back.assignment.rounding is None and back.assignment.formats == rounded.formats
+    assert back.assignment.weights is None and back.assignment.formats == rounded.formats
     card = (tmp_path / "out" / "README.md").read_text()
     assert "rounded by GPTQ on 288 tokens" in card
-    stored = from_bytes(rounded.content("rounding"), rounded.formats, rounded.shapes)
+    stored = from_bytes(rounded.content("weights"), rounded.formats, rounded.shapes)
     tensors = {}
     for path in (tmp_path / "out").glob("*.safetensors"):
         tensors |= load_file(path)
@@ -651,7 +651,7 @@ def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(-1)
-    with pytest.raises(AssignmentError, match=r"rounding was made for other weights"):
+    with pytest.raises(AssignmentError, match=r"weights were made from other weights"):
         dmx.export(other, rounded, tmp_path / "other", target=target, verify=False)
     assert not (tmp_path / "other").exists()
 

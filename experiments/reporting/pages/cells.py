@@ -57,7 +57,9 @@ def perplexity_text(group: Group) -> str:
 def references(groups: Iterable[Group]) -> str:
     """bf16 and uniform formats in a line."""
     return ", ".join(
-        f"{g.method.short_label} {mean_perplexity(g):.2f}" for g in groups if not g.method.is_searched
+        f"{g.method.short_label} {mean_perplexity(g):.2f}"
+        for g in groups
+        if not g.method.is_searched
     )
 
 

@@ -75,7 +75,9 @@ def readme_table(tables: Tables, uniform: Record | None) -> list[str]:
     flat = [g for g in flat if g.method.format in README_FORMATS]
     lines: list[tuple[str, dict[float, float]]] = []
     lines += [("bf16", {16.0: mean_perplexity(g)}) for g in full]
-    lines += [(g.label, {g.statistic("element_bits").mean or 0.0: mean_perplexity(g)}) for g in flat]
+    lines += [
+        (g.label, {g.statistic("element_bits").mean or 0.0: mean_perplexity(g)}) for g in flat
+    ]
     usual = next((groups for table, groups in shown.items() if table.is_usual()), ())
     best = {x: best_heuristic(Limit(x, "element_bits"), usual) for x in README_LIMITS}
     lines.append(("best heuristic", {x: mean_perplexity(g) for x, g in best.items() if g}))

@@ -145,7 +145,11 @@ def _besides(tables: Tables) -> str | None:
         return None
     budget = budgets[len(budgets) // 2]
     own = mean_perplexity(plain[budget])
-    others = {s: mean_perplexity(of[budget]) for s, of in known.items() if budget in of and of is not plain}
+    others = {
+        s: mean_perplexity(of[budget])
+        for s, of in known.items()
+        if budget in of and of is not plain
+    }
     best = sorted(others, key=lambda setting: others[setting])
     said = [f"{others[setting]:.2f} with {setting}" for setting in best]
     return (

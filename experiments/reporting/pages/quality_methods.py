@@ -9,7 +9,6 @@ from ..markdown import markdown
 from ..pooling import Tables, by_text, ordered, unquantized
 from ..projections import PROJECTIONS
 from .cells import by_budget, perplexity_text, references
-from .overview import budgets_of
 
 
 def methods_page(tables: Tables, test: Tables) -> str:
@@ -25,7 +24,13 @@ def methods_page(tables: Tables, test: Tables) -> str:
     ]
     for table, groups in ordered(test):
         line = references([*groups, *unquantized(tables, table.model, table.text)])
-        lines += ["", f"## {table.title}", "", *([f"{line}.", ""] if line else []), *method_table(groups)]
+        lines += [
+            "",
+            f"## {table.title}",
+            "",
+            *([f"{line}.", ""] if line else []),
+            *method_table(groups),
+        ]
     for of, name in by_text(test):
         if part := kept_high(of):
             lines += ["", f"## Layers above MXFP4, %: {name}", "", *part]
@@ -55,7 +60,9 @@ def kept_high(tables: Tables) -> list[str]:
     usual = [p for p in PROJECTIONS.values() if p in counted]
     projections = [*usual, *(p for p in dict.fromkeys(counted) if p not in usual)]
     for table, groups in ordered(tables):
-        if table.shared.weights != "nearest" or table.shared.quantized == "W":  # the same choices again
+        if (
+            table.shared.weights != "nearest" or table.shared.quantized == "W"
+        ):  # the same choices again
             continue
         sides = ("weight", "input") if table.shared.choices == "separate" else ("weight",)
         for group in sorted(groups, key=by_budget):

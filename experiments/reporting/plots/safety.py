@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 def bits_figure(
-    lines: Mapping[str, Sequence[tuple[float, float]]], guarded: tuple[str, float, float], full: float
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    guarded: tuple[str, float, float],
+    full: float,
 ) -> Figure:
     """Args:
     lines: label -> (effective bits, perplexity), a line each.

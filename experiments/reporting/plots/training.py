@@ -102,7 +102,8 @@ def fallback_map(layers: Sequence[str], log: Sequence[Mapping[str, Any]]) -> Fig
     """Share of elements in BF16: a panel an operand, a row a layer, a column a step or more."""
     shares = [row["elements_bf16"] for row in log]
     table = np.array(
-        [[[np.nan if s is None else s for s in layer] for layer in of] for of in shares], dtype=float
+        [[[np.nan if s is None else s for s in layer] for layer in of] for of in shares],
+        dtype=float,
     )
     steps = [row["step"] for row in log]
     pieces = np.array_split(np.arange(len(log)), min(len(log), MAX_COLUMNS))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dmx
+from dmx.data.batches import batch_order, batches_sha256, check_fits_model, list_batches
 from dmx.errors import DataError
-from dmx.searching.batches import batch_order, batches_sha256, check_fits_model, list_batches
 
 GOOD = torch.zeros(2, 8, dtype=torch.int64)
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.data.texts import check_tokens, check_window
+from dmx.data import check_tokens, check_window
 from dmx.errors import DataError
 from dmx.files import sha256
 

@@ -1,0 +1,83 @@
+"""What an assignment says of the search that made it."""
+
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchFacts:
+    """How an assignment came about. A field at its default is left out of the file."""
+
+    name: str | None = None
+    """Of the search; "imported" for another tool's choice; None where nobody said."""
+    family: str | tuple[str, ...] | None = None
+    """The formats that were searched: a name, or block formats, cheapest first."""
+    seed: int | None = None
+    polish_rounds: int = 0
+    """Asked for, not run."""
+    weighting: Literal["elements", "layers"] = "elements"
+    """What a layer counts in the averages of `Assignment.bits`: its weight elements, or one."""
+    choices: Literal["joint", "separate"] = "joint"
+    """separate: weights and inputs of a unit chose their formats apart."""
+    shared_weights: bool = False
+    """Some layers share one weight, which the averages count once."""
+    tool: str | None = None
+    """The other tool whose choice was imported."""
+    kl: float | None = None
+    """After the polish, on its batches; nats/token."""
+    steps: int | None = None
+    """Optimizer steps of a search that descends."""
+    seconds: float | None = None
+    cuda_graph: str | None = None
+    """on | off: whether steps were replayed from a captured graph."""
+    peak_memory_bytes: int | None = None
+    """Largest device memory allocated by the search."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as JSON holds it."""
+        said = {f.name: getattr(self, f.name) for f in fields(self)}
+        said = {f.name: said[f.name] for f in fields(self) if said[f.name] != f.default}
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
+
+    @classmethod
+    def from_dict(cls, body: dict[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown key, or a value of the wrong type; says which are allowed.
+        """
+        hints = get_type_hints(cls)
+        if unknown := sorted(set(body) - set(hints)):
+            raise ValueError(f"search has unknown keys {unknown}, allowed: {', '.join(hints)}")
+        said: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in body.items()}
+        for key, value in said.items():
+            if not _is_of(value, hints[key]):
+                raise ValueError(f"search.{key} is {value!r}, expected {_words(hints[key])}")
+        return cls(**said)
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value has the type of an annotation, as far as annotations above go."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, one) for one in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
+
+
+def _words(hint: Any) -> str:
+    """An annotation for a reader: `str or list of names or null`."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(_words(one) for one in get_args(hint))
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if origin is tuple:
+        return "list of names"
+    return "null" if hint is type(None) else str(hint.__name__)

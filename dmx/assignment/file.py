@@ -1,0 +1,226 @@
+"""The file of an assignment: JSON, schema `dmx.assignment/2`, strictly checked on the way in.
+
+Files of schema 1 are read, too: `upgraded` says them in the words of schema 2.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dmx.assignment.budget import Units
+from dmx.assignment.facts import SearchFacts
+from dmx.errors import AssignmentError, FormatError
+from dmx.formats import (
+    BIT_UNITS,
+    OPERANDS,
+    Operand,
+    ScaleRule,
+    check_rule,
+    get_block_format,
+    get_mx_format,
+)
+
+ScaleRules = Mapping[Operand, Mapping[str, ScaleRule]]
+"""operand -> format name -> rule"""
+
+SCHEMA = "dmx.assignment/2"
+FIRST_SCHEMA = "dmx.assignment/1"
+FIELDS = (
+    "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rules",
+    "transform", "weights", "bits", "budget", "search",
+)  # fmt: skip
+"""Keys beside `schema`, in the order of the file."""
+ArtifactKind = Literal["transform", "weights"]
+ARTIFACTS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
+"""Parts that may name a file beside this one."""
+FLOOR: ScaleRule = "floor"
+"""Where nothing is said; OCP's rule."""
+
+_OBJECT, _OPTIONAL = (dict, "an object"), ((dict, type(None)), "an object or null")
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": _OBJECT,
+    "scale_rules": _OBJECT,
+    "bits": _OBJECT,
+    "search": _OBJECT,
+    "budget": _OPTIONAL,
+    "transform": _OPTIONAL,
+    "weights": _OPTIONAL,
+    "unquantized": (list, "a list"),
+}
+
+
+def read_body(path: Path) -> Any:
+    """What the JSON file holds, unchecked.
+
+    Raises:
+        AssignmentError: it cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise AssignmentError(
+            f"assignment={path}: cannot be read ({error.strerror}). Give the path of an "
+            "assignment.json that a search wrote."
+        ) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AssignmentError(
+            f"assignment={path}: is no JSON file ({error}). It is damaged: search again, or "
+            "copy it again from where it came."
+        ) from error
+
+
+def upgraded(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body of schema 1 as schema 2: its one scale rule for every format that it uses, `rounding`
+    under the name `weights`, the search's `operands` as `choices`. What is missing stays so."""
+    new = {**body, "schema": SCHEMA}
+    if "rounding" in new:
+        new["weights"] = new.pop("rounding")
+    if "scale_rule" in new:
+        rule = new.pop("scale_rule")
+        new["scale_rules"] = {
+            operand: dict.fromkeys(_used(new, operand), rule) for operand in OPERANDS
+        }
+    if isinstance(new.get("search"), dict) and "operands" in new["search"]:
+        new["search"] = {("choices" if k == "operands" else k): v for k, v in new["search"].items()}
+    return new
+
+
+def _used(body: Mapping[str, Any], operand: Operand) -> list[str]:
+    """Names of the formats that a body gives an operand, as far as it is sound."""
+    inputs = body.get("input_formats") if operand == "input" else None
+    formats = inputs or body.get("formats")
+    names = formats.values() if isinstance(formats, dict) else ()
+    return list(dict.fromkeys(n for n in names if isinstance(n, str) and n != "bf16"))
+
+
+def used_rules(
+    stated: ScaleRules | ScaleRule, formats: Mapping[str, str], inputs: Mapping[str, str] | None
+) -> dict[Operand, dict[str, ScaleRule]]:
+    """operand -> format -> scale rule with every format that is used, `floor` where nothing is said.
+
+    Args:
+        stated: rules of some formats, or one rule for all.
+        formats, inputs: those of the assignment.
+
+    Raises:
+        FormatError: a rule that there is not, or not for that operand.
+    """
+    rules: dict[Operand, dict[str, ScaleRule]] = {}
+    for operand in OPERANDS:
+        used = _used({"formats": formats, "input_formats": inputs}, operand)
+        if isinstance(stated, str):
+            rules[operand] = dict.fromkeys(used, stated)
+        else:
+            rules[operand] = {**dict.fromkeys(used, FLOOR), **stated.get(operand, {})}
+        for name, rule in rules[operand].items():
+            check_rule(rule, operand, f"scale_rules.{operand}.{name}")
+    return rules
+
+
+def parse(body: Any, source: str) -> dict[str, Any]:
+    """The arguments of an Assignment from the body of its file.
+
+    Args:
+        source: where the body came from, for messages.
+
+    Raises:
+        AssignmentError: of another schema, damaged, or edited; says where.
+    """
+
+    def refuse(why: str) -> AssignmentError:
+        return AssignmentError(
+            f"{source}: {why}. The file is damaged or edited; search again, or copy it again."
+        )
+
+    schema = body.get("schema") if isinstance(body, dict) else type(body).__name__
+    if schema == FIRST_SCHEMA:
+        body = upgraded(body)
+    elif schema != SCHEMA:
+        raise AssignmentError(
+            f"{source}: schema {schema!r}, expected {SCHEMA!r} (or {FIRST_SCHEMA!r}). Only files of "
+            "this project's searches are read here."
+        )
+    missing = [k for k in FIELDS if k not in body]
+    unknown = sorted(set(body) - {*FIELDS, "schema"})
+    if missing or unknown:
+        raise refuse(f"missing keys {missing}, unknown keys {unknown}")
+    formats, shapes, inputs = body["formats"], body["shapes"], body["input_formats"]
+    if not isinstance(formats, dict) or not formats or not isinstance(shapes, dict):
+        raise refuse("formats and shapes must be non-empty objects")
+    if set(formats) != set(shapes):
+        other = sorted(set(formats) ^ set(shapes))[:3]
+        raise refuse(f"formats and shapes name other layers: {other}")
+    if inputs is not None and (not isinstance(inputs, dict) or set(inputs) != set(formats)):
+        raise refuse("input_formats must be null or name the layers of formats")
+    for key, (kinds, expected) in _KINDS.items():
+        if not isinstance(body[key], kinds):
+            raise refuse(f"{key} is {body[key]!r}, expected {expected}")
+    for layer, shape in shapes.items():
+        valid = isinstance(shape, list) and len(shape) == 2
+        if not valid or not all(type(n) is int and n > 0 for n in shape):
+            raise refuse(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
+    for layer, name in [*formats.items(), *(inputs or {}).items()]:
+        if not isinstance(name, str):
+            raise refuse(f"format of {layer} is {name!r}, expected a name")
+    for kind in ARTIFACTS:
+        if body[kind] is not None and (why := _malformed(body[kind])):
+            raise refuse(f"{kind} is {body[kind]!r}: {why}")
+    if not all(isinstance(layer, str) for layer in body["unquantized"]):
+        raise refuse("unquantized must hold layer names")
+    if body["units"] not in get_args(Units):
+        raise refuse(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
+    for unit in (*BIT_UNITS, "whole_model_bits_per_element"):
+        stated = body["bits"].get(unit)
+        if type(stated) not in (int, float) or not 0 < stated <= 16:
+            raise refuse(f"bits.{unit} is {stated!r}")
+    try:
+        names = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
+        if inputs is not None:
+            inputs = {k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+        rules = _parse_rules(body["scale_rules"], source)
+        search = SearchFacts.from_dict(body["search"])
+    except FormatError as error:
+        raise AssignmentError(str(error)) from error
+    except ValueError as error:
+        raise refuse(str(error)) from error
+    return {key: body[key] for key in FIELDS} | {
+        "formats": names,
+        "input_formats": inputs,
+        "shapes": {k: (v[0], v[1]) for k, v in shapes.items()},
+        "unquantized": tuple(body["unquantized"]),
+        "scale_rules": used_rules(rules, names, inputs),
+        "search": search,
+    }
+
+
+def _parse_rules(body: Mapping[str, Any], source: str) -> ScaleRules:
+    """Raises ValueError (FormatError is one) for other operands, formats or rules than there are."""
+    if unknown := sorted(set(body) - set(OPERANDS)):
+        raise ValueError(f"scale_rules has unknown keys {unknown}, allowed: {', '.join(OPERANDS)}")
+    rules: dict[Operand, dict[str, ScaleRule]] = {}
+    for operand in OPERANDS:
+        by_format = body.get(operand, {})
+        if not isinstance(by_format, dict):
+            raise ValueError(f"scale_rules.{operand} is {by_format!r}, expected an object")
+        setting = f"{source}: scale_rules.{operand}"
+        for name, rule in by_format.items():
+            check_rule(rule, operand, f"{setting}.{name}")
+        names = {name: get_mx_format(name, setting=setting).name for name in by_format}
+        rules[operand] = {names[name]: rule for name, rule in by_format.items()}
+    return rules
+
+
+def _malformed(named: Mapping[str, Any]) -> str:
+    """What is wrong with a transform or weights object; empty when nothing is."""
+    if not isinstance(named.get("name"), str):
+        return "it has no name"
+    if "file" not in named and "sha256" not in named:
+        return ""
+    file, digest = named.get("file"), named.get("sha256")
+    if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file:
+        return "file must name a file beside the assignment"
+    if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+        return "sha256 must be 64 hexadecimal digits"
+    return ""

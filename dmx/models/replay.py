@@ -1,0 +1,101 @@
+"""Forward passes that start in the middle: the blocks before the disturbed one are not run again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.models.running import model_logits
+
+
+def decoder_blocks(model: nn.Module) -> nn.ModuleList | None:
+    """The list of blocks that a language model runs in order: its longest ModuleList whose blocks
+    hold linear layers; None when there is none."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in lists if any(isinstance(x, nn.Linear) for x in m.modules())]
+    return max(lists, key=len) if lists else None
+
+
+class PrefixReplay:
+    """Passes over one batch that take the undisturbed prefix from a reference pass.
+
+    Valid while only layers in the named block differ from the reference pass, for models that
+    feed each block's output to the next block alone (`prefix_replay_is_exact` finds out).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.blocks = decoder_blocks(model)
+        self._outputs: list[Any] = []
+        self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def block_of(self, layer_name: str) -> int:
+        """Index of the block that holds a layer; -1 for layers outside the blocks."""
+        target = self.model.get_submodule(layer_name)
+        for i, block in enumerate(self.blocks or []):
+            if any(module is target for module in block.modules()):
+                return i
+        return -1
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        """Logits of a full pass; keeps the arguments and the output of every block."""
+        self._arguments, self._outputs = [], []
+        handles = []
+        for block in self.blocks or []:
+            handles += [
+                block.register_forward_pre_hook(
+                    lambda _m, args, kwargs: self._arguments.append((args, kwargs)),
+                    with_kwargs=True,
+                ),
+                block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out)),
+            ]
+        try:
+            return model_logits(self.model, tokens)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def block_output(self, block: int) -> Tensor:
+        """Output of one block as the model now is, given what it got in the reference pass."""
+        assert self.blocks is not None
+        args, kwargs = self._arguments[block]
+        output: Tensor = self.blocks[block](*args, **kwargs)
+        return output
+
+    def logits_after(self, tokens: Tensor, block: int, outputs: list[Tensor]) -> Tensor:
+        """Logits (len(outputs) * batch, length, vocab) given several outputs of one block."""
+        with self._given(block, torch.cat(outputs)):
+            return model_logits(self.model, tokens.repeat(len(outputs), 1))
+
+    @contextmanager
+    def _given(self, block: int, output: Any) -> Iterator[None]:
+        """Inside, blocks up to and including `block` are not run; the last one gives `output`."""
+        skipped = [self.blocks[i] for i in range(block + 1)] if self.blocks is not None else []
+        # A block may have a forward of its own already, as accelerate's hooks give it.
+        own = [module.__dict__.get("forward") for module in skipped]
+        for module in skipped:
+            module.forward = lambda *_args, **_kwargs: output
+        try:
+            yield
+        finally:
+            for module, forward in zip(skipped, own, strict=True):
+                del module.forward
+                if forward is not None:
+                    module.forward = forward
+
+
+@torch.no_grad()
+def prefix_replay_is_exact(model: nn.Module, tokens: Tensor) -> bool:
+    """Whether passes from the middle give the logits of the full pass, bit for bit, for one row of
+    tokens; a model with connections around its blocks fails and must be scanned without reuse."""
+    replay = PrefixReplay(model)
+    if replay.blocks is None:
+        return False
+    full = replay.reference(tokens)
+    if not all(isinstance(out, Tensor) for out in replay._outputs):
+        return False
+    middle = len(replay.blocks) // 2
+    output = replay.block_output(middle)
+    return torch.equal(full, replay.logits_after(tokens, middle, [output]))
