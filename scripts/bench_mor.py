@@ -184,7 +184,7 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {arguments.tokens} tokens, bf16")
     everything: dict[str, object] = {
-        "device": name, "torch": torch.__version__, "engine_thread": arguments.engine_thread,
+        "schema": "mor.linear_bench/1", "device": name, "torch": torch.__version__, "engine_thread": arguments.engine_thread,
     }  # fmt: skip
     rows = []
     for size in arguments.sizes:
@@ -193,7 +193,7 @@ def main() -> None:
             if row.get("failed"):
                 print(f"{size:6}  not run: {row['recipe']}")
                 continue
-            verdict = {None: "", True: "reached", False: "MISSED"}[row["reached"]]  # type: ignore[index]
+            verdict = {None: "", True: "met", False: "missed"}[row["reached"]]  # type: ignore[index]
             target = f"target {row['target']}" if row["target"] else ""
             print(
                 f"{size:6}  {row['recipe']:32} {row['ms']:8.3f} ms "

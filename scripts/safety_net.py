@@ -26,7 +26,7 @@ from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.formats import BLOCK_FORMATS, get_block_format
 from dmx.models import ModelConfig, load_model
 from dmx.searching import SearchConfig, uniform_assignment
-from experiments.reporting.pages.net import LARGEST_RATE, LARGEST_RATIO, LARGEST_SAVED, LEAST_HURT
+from experiments.reporting.pages.net import SCHEMA
 from mor import SafetyNet
 from mor.outliers import rescale_channels
 
@@ -40,6 +40,14 @@ def assignment_of(model: nn.Module, name: str) -> Assignment:
     if name in BLOCK_FORMATS:
         return uniform_assignment(model, get_block_format(name), SearchConfig(name="uniform"))
     return Assignment.load(name)
+
+
+def named(assignment: Assignment) -> dict[str, str | None]:
+    """What a page calls it: the search, or the one format."""
+    search, formats = assignment.search.name, sorted(set(assignment.formats.values()))
+    if search == "uniform":
+        return {"search": None, "format": formats[0]}
+    return {"search": search, "format": None}
 
 
 class Measure:
@@ -64,19 +72,20 @@ class Measure:
 
 
 def clean_data(measure: Measure, assignment: Assignment, net: SafetyNet) -> dict[str, Any]:
+    """Perplexities without and with the net, and its report."""
     without = measure(assignment)
     with_net = measure(assignment, net)
     report = net.report()
     report.pop("layers")
     return {
         "full_precision": measure(None), "without": without, "with": with_net, "report": report,
-        "reached": report["fallback_rate"] < LARGEST_RATE and with_net <= without * LARGEST_RATIO,
     }  # fmt: skip
 
 
 def outliers(
     measure: Measure, assignment: Assignment, net: SafetyNet, layers: list[int], channels: int
 ) -> dict[str, Any]:
+    """Perplexities clean and with channels of some MLPs scaled, without and with the net."""
     model = measure.model
     names = [f"model.layers.{i}.mlp" for i in layers]
     size = model.get_submodule(names[0]).up_proj.out_features  # type: ignore[union-attr]
@@ -96,39 +105,43 @@ def outliers(
         "layers": layers, "channels": channels, "full_precision": full,
         "full_precision_with_outliers": hurt_full, "clean": clean, "without": hurt, "with": saved,
         "report": report, "fell_back": fell,
-        "reached": saved <= LARGEST_SAVED * clean and hurt >= LEAST_HURT * clean,
     }  # fmt: skip
 
 
 def curve(
     measure: Measure, thresholds: list[float], compare: list[str], batches: list[Tensor]
 ) -> list[dict[str, Any]]:
+    """Uniform MXFP4 under the net at several thresholds, and assignments at their own bits.
+
+    Args:
+        thresholds: empty = `QUANTILES` of the operands' largest errors on `batches`.
+        compare: files, or formats' names.
+    """
     uniform = assignment_of(measure.model, "mxfp4")
     if not thresholds:
         calibrated = SafetyNet.calibrate(measure.model, uniform, batches).calibrated
         errors = [e.largest_error for layer in calibrated.values() for e in layer.values()]
         quantiles = torch.tensor(errors).quantile(torch.tensor(QUANTILES))
         thresholds = [float(t) for t in quantiles]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for threshold in thresholds:
         net = SafetyNet.constant(threshold)
         perplexity = measure(uniform, net)
         report = net.report()
-        rows.append(
-            {
-                "label": f"mxfp4 with net, threshold {threshold:g}",
-                "perplexity": perplexity,
-                "element_bits": report["effective_element_bits"],
-                "weight_element_bits": report["weight"]["effective_element_bits"],
-                "input_element_bits": report["input"]["effective_element_bits"],
-                "fallback_rate": report["fallback_rate"],
-            }
-        )
+        rows.append({
+            **named(uniform), "threshold": threshold, "fallback_rate": report["fallback_rate"],
+            "perplexity": perplexity, "element_bits": report["effective_element_bits"],
+            "weight_element_bits": report["weight"]["effective_element_bits"],
+            "input_element_bits": report["input"]["effective_element_bits"],
+        })  # fmt: skip
     for name in ["mxfp4", *compare]:
         assignment = assignment_of(measure.model, name)
         bits = assignment.bits["element_bits"]
-        row = {"label": name, "perplexity": measure(assignment), "element_bits": bits}
-        rows.append(row | {"weight_element_bits": bits, "input_element_bits": bits})
+        rows.append({
+            **named(assignment), "threshold": None, "fallback_rate": None,
+            "perplexity": measure(assignment), "element_bits": bits, "weight_element_bits": bits,
+            "input_element_bits": bits,
+        })  # fmt: skip
     return rows
 
 
@@ -164,7 +177,8 @@ def main() -> None:
     assignment = assignment_of(loaded.model, a.assignment)
     net = SafetyNet.calibrate(loaded.model, assignment, batches, margin=a.margin)
     result: dict[str, Any] = {
-        "model": loaded.provenance, "assignment": a.assignment, "margin": a.margin,
+        "schema": SCHEMA, "model": loaded.provenance, "assignment": a.assignment,
+        **named(assignment), "margin": a.margin,
         "device": torch.cuda.get_device_name() if a.device.startswith("cuda") else a.device,
         "window": a.window, "tokens": len(tokens),
     }  # fmt: skip

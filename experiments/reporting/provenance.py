@@ -63,9 +63,11 @@ def environment(record: Record) -> Html:
     """Command, times, memory, seeds, device, model, texts and versions."""
     pairs: dict[str, Any] = {
         "command": record.command, "started": record.started, "finished": record.finished,
-        "wall time": seconds_text(record.wall_seconds),
-        "peak memory": bytes_text(record.peak_memory_bytes),
     }  # fmt: skip
+    if record.wall_seconds is not None:
+        pairs["wall time"] = seconds_text(record.wall_seconds)
+    if record.peak_memory_bytes is not None:
+        pairs["peak memory"] = bytes_text(record.peak_memory_bytes)
     seeds = sorted({row.seed for row in record.results if row.seed is not None})
     pairs["seed"] = seeds if len(seeds) > 1 else record.seed
     parts = asdict(record)

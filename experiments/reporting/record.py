@@ -163,8 +163,8 @@ def dimension(
     return field(default=default, metadata=metadata)
 
 
-def _spaced(value: str) -> str:
-    return value.replace("_", " ")
+def _transform_text(name: str) -> str:
+    return "learned rotation" if name == "learned" else name.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ class Method(Stored):
     """What a label calls it instead of the search: another tool's config, exported files."""
     polish: bool = dimension(False, label=lambda _: "polish", compared=False)
     """The search's choice went through the discrete polish."""
-    transform: str = dimension("none", label=_spaced, title=lambda name: f"transform {name}")
+    transform: str = dimension(
+        "none", label=_transform_text, title=lambda name: f"transform {name}"
+    )
     """none | hadamard_block | hadamard_full | learned"""
     weights: str = dimension("nearest", label=str, title=lambda name: f"weights {name}")
     """What became of the weights after the choice: nearest | gptq"""
@@ -509,13 +511,13 @@ class Record(Stored):
     """`record.json` of a run."""
 
     command: str
-    started: str
+    started: str | None
+    """ISO 8601. Of rows that were put together from several runs: None, as for the next but one."""
     finished: str
-    """ISO 8601"""
-    wall_seconds: float
+    wall_seconds: float | None
     versions: Mapping[str, str]
     device: Device
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     seed: int | None
     requested: Mapping[str, Any]
     """The settings."""

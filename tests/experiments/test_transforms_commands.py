@@ -49,15 +49,15 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     code, _, err = run(search, *arguments)
     assert code == 0, err
     rows = {row.label: row for row in results(tmp_path / "run")}
-    assert {"bf16", "dMX + learned", "kl + learned", "uniform mxfp4 + learned"} <= set(rows)
+    assert {"bf16", "dMX + learned rotation", "kl + learned rotation", "uniform mxfp4 + learned rotation"} <= set(rows)
     digests = {row.transform["sha256"] for row in rows.values() if row.transform}
     assert len(digests) == 1 and rows["bf16"].transform is None
-    assert Record.load(tmp_path / "run" / "record.json").verdict.against == "kl + learned"
+    assert Record.load(tmp_path / "run" / "record.json").verdict.against == "kl + learned rotation"
     # Of another folder, with its file, the same number.
     copied = Assignment.load(tmp_path / "run" / "assignment.json").save(tmp_path / "x" / "a.json")
     code, _, err = run(evaluate, *TINY, f"assignments=[{copied}]", f"run.folder={tmp_path}/again")
     assert code == 0, err
-    assert results(tmp_path / "again")[0].nll == rows["dMX + learned"].nll
+    assert results(tmp_path / "again")[0].nll == rows["dMX + learned rotation"].nll
 
 
 def test_a_comparison_takes_the_rotations_that_its_search_learned(run, tmp_path):

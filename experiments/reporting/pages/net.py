@@ -1,71 +1,101 @@
 """The part of docs/results/mor.md on the safety net: records of scripts/safety_net.py."""
 
-import re
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-from matplotlib.figure import Figure
+from ..markdown import markdown
+from ..plots.safety import bits_figure
+from ..record import Method
 
-from experiments.reporting import plots as _plots
-from experiments.reporting.markdown import markdown, met
-from experiments.reporting.reading import Record
-from experiments.reporting.report_training import _COLOURS
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-LARGEST_RATE, LARGEST_RATIO = 0.02, 1.0005
-"""On clean data: share of tensors that fall back, and perplexity with the net over without."""
-LARGEST_SAVED, LEAST_HURT = 1.01, 1.1
-"""With outliers, perplexity over clean: with the net, and without it, or the test shows nothing."""
+SCHEMA = "mor.safety_net/1"
+Net = Mapping[str, Any]
+"""A record."""
+Point = Mapping[str, Any]
+"""Of its curve: search or format, threshold of the net or null, perplexity, bits, fallback_rate."""
 
 
-def safety_lines(record: Record) -> list[str]:
-    """Clean data and outliers, a table each."""
+def net_sentence(record: Net) -> str:
+    """What the net costs and saves."""
+    clean, hurt = record["clean"], record.get("outliers")
+    cost = 100 * (clean["with"] / clean["without"] - 1)
+    text = (
+        f"The safety net changes perplexity on clean text by {cost:+.2f} % ({100 * clean['report']['fallback_rate']:.2f} % of "
+        "the tensors fall back)"
+    )
+    if hurt is None:
+        return f"{text}."
+    return (
+        f"{text}; with outliers in {len(hurt['layers'])} layers it keeps perplexity at {hurt['with']:.2f}, which is "
+        f"{hurt['without']:.2f} without it and {hurt['clean']:.2f} without outliers."
+    )
+
+
+def net_lines(record: Net, picture: str) -> list[str]:
+    """Clean data, outliers and the curve, a table each.
+
+    Args:
+        picture: file name of the curve's.
+    """
     clean = record["clean"]
-    share, loss = clean["report"]["fallback_rate"], clean["with"] / clean["without"]
+    share = clean["report"]["fallback_rate"]
     lines = [
         f"{record['model']['id']}, {record['assignment']}, {record['tokens']:,} tokens in windows of "
         f"{record['window']}, margin {record['margin']:g}, {record['device']}. Perplexity in full "
         f"precision {clean['full_precision']:.2f}.", "",
-        *markdown(("clean data", "measured", "limit", ""), [
-            ["tensors that fell back, %", f"{100 * share:.2f}", f"< {100 * LARGEST_RATE:g}", met(share < LARGEST_RATE)],
-            ["perplexity without, with the net", f"{clean['without']:.3f}, {clean['with']:.3f}",
-             f"with ≤ {LARGEST_RATIO:g} x without", met(loss <= LARGEST_RATIO)],
+        *markdown(("clean data", "measured"), [
+            ["tensors that fell back, %", f"{100 * share:.2f}"],
+            ["perplexity without, with the net", f"{clean['without']:.3f}, {clean['with']:.3f}"],
         ]),
     ]  # fmt: skip
-    if found := record.get("outliers"):
-        base = found["clean"]
+    if hurt := record.get("outliers"):
+        base = hurt["clean"]
+        kinds = (("without the net", "without"), ("with the net", "with"))
+        rows = [[name, f"{hurt[key]:.2f}", f"{hurt[key] / base:.3f}"] for name, key in kinds]
         lines += [
-            "", f"Outliers: {found['channels']} channels in the MLPs of layers "
-            f"{', '.join(map(str, found['layers']))}, up_proj times 2^17 and down_proj times 2^-17. "
-            f"Full precision does not feel them ({found['full_precision']:.2f}, then "
-            f"{found['full_precision_with_outliers']:.2f}).", "",
-            *markdown(("with outliers", "perplexity", "over clean", "limit", ""), [
-                ["clean, no outliers", f"{base:.2f}", "", "", ""],
-                ["without the net", f"{found['without']:.2f}", f"{found['without'] / base:.3f}",
-                 f"≥ {LEAST_HURT:g}, or the test shows nothing", met(found["without"] >= LEAST_HURT * base)],
-                ["with the net", f"{found['with']:.2f}", f"{found['with'] / base:.3f}", f"≤ {LARGEST_SAVED:g}",
-                 met(found["with"] <= LARGEST_SAVED * base)],
-            ]), "",
-            f"Fell back with outliers: {100 * found['report']['fallback_rate']:.2f} % of the tensors, "
-            f"{found['report']['effective_element_bits']:.2f} effective bits, in: "
-            f"{', '.join(found['fell_back'])}.",
+            "", f"Outliers: {hurt['channels']} channels in the MLPs of layers "
+            f"{', '.join(map(str, hurt['layers']))}, up_proj times 2^17 and down_proj times 2^-17. "
+            f"Full precision does not feel them ({hurt['full_precision']:.2f}, then "
+            f"{hurt['full_precision_with_outliers']:.2f}).", "",
+            *markdown(
+                ("with outliers", "perplexity", "over clean"), [["clean, no outliers", f"{base:.2f}", ""], *rows]
+            ), "",
+            f"Fell back with outliers: {100 * hurt['report']['fallback_rate']:.2f} % of the tensors, "
+            f"{hurt['report']['effective_element_bits']:.2f} effective bits, in: "
+            f"{', '.join(hurt['fell_back'])}.",
         ]  # fmt: skip
-    if not record.get("curve"):
-        lines += ["", "The curve of perplexity over effective bits is not in the records yet."]
-    return lines
+    points = record.get("curve")
+    if not points:
+        return [
+            *lines,
+            "",
+            "The curve of perplexity over effective bits is not in the records yet.",
+        ]
+    drawn = f"![perplexity over effective bits]({picture})"
+    return [*lines, "", *curve_table(points), "", drawn, "", *bargain(points)]
 
 
-def _method(label: str) -> str:
-    """Of an assignment that is named by its folder in a comparison: search, without budget and seed."""
-    return re.sub(r"-[\d.]+-seed\d+$", "", label)
+def _name(point: Point) -> str:
+    """dMX, kl_per_bit; mxfp4 for one format everywhere."""
+    return point["format"] or Method(search=point["search"]).label
 
 
-def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+def _is_guarded(point: Point) -> bool:
+    return point["threshold"] is not None
+
+
+def curve_table(points: Sequence[Point]) -> list[str]:
+    """By effective bits."""
     rows = [
         [
-            _method(p["label"]), f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}",
-            f"{p['weight_element_bits']:.3f}", f"{p['input_element_bits']:.3f}",
-            f"{100 * p['fallback_rate']:.1f}" if "fallback_rate" in p else "–",
+            f"{_name(p)} with net, threshold {p['threshold']:g}" if _is_guarded(p) else _name(p),
+            f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}", f"{p['weight_element_bits']:.3f}",
+            f"{p['input_element_bits']:.3f}",
+            f"{100 * p['fallback_rate']:.1f}" if _is_guarded(p) else "–",
         ]
         for p in sorted(points, key=lambda p: p["element_bits"])
     ]  # fmt: skip
@@ -73,10 +103,10 @@ def curve_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return markdown(head, rows)
 
 
-def bargain(points: Sequence[Mapping[str, Any]]) -> list[str]:
+def bargain(points: Sequence[Point]) -> list[str]:
     """Whether bits that a net spends are worth those of a search."""
-    net = [p for p in points if "fallback_rate" in p]
-    searched = [p for p in points if "fallback_rate" not in p and _method(p["label"]) != p["label"]]
+    net = [p for p in points if _is_guarded(p)]
+    searched = [p for p in points if p["search"] and not _is_guarded(p)]
     if not net or not searched:
         return []
     best = min(net, key=lambda p: p["perplexity"])
@@ -85,36 +115,18 @@ def bargain(points: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         "The net is a guard for what a model was not searched for. As a way to spend bits: the lowest perplexity of "
         f"MXFP4 under a net, {best['perplexity']:.2f} at {best['element_bits']:.1f} effective bits, is {relation} that of "
-        f"{_method(cheapest['label'])} at {cheapest['element_bits']:.1f} bits, {cheapest['perplexity']:.2f}."
+        f"{_name(cheapest)} at {cheapest['element_bits']:.1f} bits, {cheapest['perplexity']:.2f}."
     ]
 
 
-def safety_curve(record: Record) -> Figure:
+def safety_curve(record: Net) -> Figure:
     """Full precision, the record's model under the net on clean text, the net over uniform MXFP4, and
     other assignments at their own bits: a line a method."""
-    points, clean = record["curve"], record["clean"]
-    guarded = _method(record["assignment"]).replace("differentiable", "dMX")
-    with matplotlib.rc_context(_plots._STYLE):
-        figure, axes = _plots._new(_plots._WIDTH, 3.6)
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for p in sorted(points, key=lambda p: "fallback_rate" not in p):
-            name = "mxfp4 with net" if "fallback_rate" in p else _method(p["label"])
-            lines.setdefault(name, []).append((p["element_bits"], p["perplexity"]))
-        for (name, found), colour, marker in zip(
-            lines.items(), _COLOURS[1:] * len(lines), "osD^v<>P*" * 9, strict=False
-        ):
-            bits, values = zip(*sorted(found), strict=True)
-            axes.plot(bits, values, color=colour, marker=marker, label=name)
-        axes.plot(
-            clean["report"]["effective_element_bits"], clean["with"], color=_COLOURS[0], marker="*",
-            markersize=9, linestyle="none", label=f"{guarded} with net, clean text",
-        )  # fmt: skip
-        full = clean["full_precision"]
-        axes.axhline(full, color=_plots._QUIET, linestyle=(0, (1, 2)), label=f"bf16 {full:.2f}")
-        low, high = (f([full, *(p["perplexity"] for p in points)]) for f in (min, max))
-        if high / low > 3:
-            _plots._log_axis(axes, low, high)
-        axes.set_xlabel("effective element_bits, weights and inputs")
-        axes.set_ylabel("perplexity")
-        _plots._legend(axes, columns=3)
-    return figure
+    clean = record["clean"]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for p in sorted(record["curve"], key=lambda p: not _is_guarded(p)):
+        name = f"{_name(p)} with net" if _is_guarded(p) else _name(p)
+        lines.setdefault(name, []).append((p["element_bits"], p["perplexity"]))
+    label = f"{_name(record)} with net, clean text"
+    star = label, clean["report"]["effective_element_bits"], clean["with"]
+    return bits_figure(lines, star, clean["full_precision"])

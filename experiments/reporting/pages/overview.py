@@ -7,7 +7,17 @@ from dataclasses import replace
 
 from ..groups import Group, budget_cell, group_rows
 from ..markdown import markdown
-from ..pooling import Table, Tables, main_place, ordered, unquantized
+from ..pooling import (
+    Presets,
+    Table,
+    Tables,
+    main_place,
+    model_name,
+    ordered,
+    pooled,
+    text_name,
+    unquantized,
+)
 from ..record import Limit, Method, Record
 from .cells import best_heuristic, mean_perplexity, references, runs_text
 
@@ -63,21 +73,22 @@ README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
 
 
-def readme_table(tables: Tables, uniform: Record | None) -> list[str]:
+def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | None) -> list[str]:
     """Perplexity by element bits: bf16 and uniform formats at theirs, searches at three budgets.
 
     Args:
+        records: what is pooled.
         uniform: a record with one format everywhere, of the same model and text.
     """
+    tables = pooled(records, presets)
     place, shown = main_place(tables), main_tables(tables)
     full = unquantized(tables, *place)[:1]
-    flat = group_rows(uniform.rows) if uniform else []
-    flat = [g for g in flat if g.method.format in README_FORMATS]
     lines: list[tuple[str, dict[float, float]]] = []
     lines += [("bf16", {16.0: mean_perplexity(g)}) for g in full]
-    lines += [
-        (g.label, {g.statistic("element_bits").mean or 0.0: mean_perplexity(g)}) for g in flat
-    ]
+    flat = group_rows(uniform.rows) if uniform else []
+    known = {str(g.method.format): g for g in flat if g.method.format in README_FORMATS}
+    bits = {g.statistic("element_bits").mean or 0.0: mean_perplexity(g) for g in known.values()}
+    lines.append((f"uniform {', '.join(known)}", bits))
     usual = next((groups for table, groups in shown.items() if table.is_usual()), ())
     best = {x: best_heuristic(Limit(x, "element_bits"), usual) for x in README_LIMITS}
     lines.append(("best heuristic", {x: mean_perplexity(g) for x, g in best.items() if g}))
@@ -85,20 +96,20 @@ def readme_table(tables: Tables, uniform: Record | None) -> list[str]:
     for label in (method.label for method in README_METHODS):
         of = {x: every.get((Limit(x, "element_bits"), label)) for x in README_LIMITS}
         lines.append((label, {x: mean_perplexity(g) for x, g in of.items() if g}))
-    bits = sorted({x for _, values in lines for x in values})
-    rows = [[name, *(_cell(values.get(x)) for x in bits)] for name, values in lines if values]
+    columns = sorted({x for _, values in lines for x in values})
+    rows = [[name, *(_cell(values.get(x)) for x in columns)] for name, values in lines if values]
     note = (
         f"Perplexity of {place[0]} on {place[1]} by bits an element, scales not counted, of weights and "
         "inputs; lower is better. The heuristic is the best of those that were run at each budget."
     )
-    if uniform is not None and flat and full:
-        own = next(g for g in group_rows(uniform.rows) if g.method.is_unquantized)
-        tokens = {"uniform": flat[0].rows[0].tokens, "others": full[0].rows[0].tokens}
+    text = next(r.data["evaluation"] for r in records if (model_name(r), text_name(r)) == place)
+    if uniform is not None and (other := uniform.data["evaluation"]).sha256 != text.sha256:
+        own = next(mean_perplexity(g) for g in flat if g.method.is_unquantized)
         note += (
-            f" Uniform formats were measured on {tokens['uniform']:,} tokens of this text instead of "
-            f"{tokens['others']:,} (bf16 there {mean_perplexity(own):.2f})."
-        ) * (tokens["uniform"] != tokens["others"])
-    return [*markdown(["", *(f"{x:g} bits" for x in bits)], rows), "", note]
+            f" Uniform formats: of an earlier reading of the text, {other.tokens:,} tokens instead of "
+            f"{text.tokens:,}; bf16 has {own:.2f} there."
+        )
+    return [*markdown(["", *(f"{x:g} bits" for x in columns)], rows), "", note]
 
 
 def _cell(perplexity: float | None) -> str:

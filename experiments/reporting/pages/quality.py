@@ -125,8 +125,12 @@ def _against_heuristics(tables: Tables) -> str | None:
     if not shares:
         return None
     label = min(shares, key=lambda name: sum(shares[name].values()) / len(shares[name]))
-    said = [f"{share:+.1f} % at {budget}" for budget, share in sorted(shares[label].items())]
-    return f"Of {main_place(tables)[0]}, {label} changes the perplexity of the best heuristic by {_list(said)}."
+    shares_of = sorted(shares[label].items())
+    said = [f"{share:+.1f} % at {budget.limit:g}" for budget, share in shares_of]
+    return (
+        f"On {main_place(tables)[0]}, {label} changes perplexity against the best heuristic by {_list(said)} "
+        f"{shares_of[-1][0].unit}."
+    )
 
 
 def _besides(tables: Tables) -> str | None:
@@ -151,10 +155,10 @@ def _besides(tables: Tables) -> str | None:
         if budget in of and of is not plain
     }
     best = sorted(others, key=lambda setting: others[setting])
-    said = [f"{others[setting]:.2f} with {setting}" for setting in best]
+    said = [f"{others[setting]:.2f} with {setting.replace(', ', ' and ')}" for setting in best]
     return (
-        f"At {budget} dMX alone has {own:.2f}, and what is done to the model besides matters more: "
-        f"{_list(said)}; bf16 has {mean_perplexity(full[0]):.2f}."
+        f"What is done to the model besides matters more: at {budget}, where dMX alone has {own:.2f} and bf16 "
+        f"{mean_perplexity(full[0]):.2f}, dMX has {_list(said)}."
     )
 
 
@@ -320,7 +324,8 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
 def _overlap(records: Sequence[Record]) -> bool:
     """Whether two runs on one kind of card overlap in time."""
     for device in {r.device.name for r in records}:
-        spans = sorted((r.started, r.finished) for r in records if r.device.name == device)
+        known = [r for r in records if r.device.name == device]
+        spans = sorted((r.started, r.finished) for r in known if r.started)
         if any(after[0] < before[1] for before, after in itertools.pairwise(spans)):
             return True
     return False
