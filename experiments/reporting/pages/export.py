@@ -21,7 +21,9 @@ def export_page(records: Sequence[Record]) -> str:
     records = sorted(
         records, key=lambda r: (-r.data["evaluation"].tokens, r.model.id, r.started or "")
     )
-    lines, versions, rules = [], {}, {}
+    lines: list[str] = []
+    versions: dict[str, str] = {}
+    rules: dict[str, str] = {}
     for record in records:
         facts, text = record.export, record.data["evaluation"]
         note = (record.model.note or "no note").strip().rstrip(".")

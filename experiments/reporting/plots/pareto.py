@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -118,7 +118,7 @@ def _draw_ceiling(axes: Axes, ceiling: float) -> None:
 
 def _draw_uniform(
     axes: Axes, key: str, points: Sequence[_Point], index: int, *, is_named: bool
-) -> list:  # type: ignore[type-arg]
+) -> list[Any]:
     line = axes.plot(
         [p.x for p in points], [p.y for p in points], color=QUIET, linewidth=1.2,
         marker="osD^"[index % 4], markersize=4, linestyle=("-", "--", "-.", ":")[index % 4], zorder=2,

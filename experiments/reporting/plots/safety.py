@@ -25,9 +25,9 @@ def bits_figure(
     with styled():
         figure, axes = new_figure(WIDTH, 3.6)
         for index, (name, points) in enumerate(lines.items()):
-            bits, values = zip(*sorted(points), strict=True)
+            xs, ys = zip(*sorted(points), strict=True)
             colour = (SERIES[1:] * len(lines))[index]
-            axes.plot(bits, values, color=colour, marker=("osD^v<>P*" * 9)[index], label=name)
+            axes.plot(xs, ys, color=colour, marker=("osD^v<>P*" * 9)[index], label=name)
         label, bits, perplexity = guarded
         star = {"color": SERIES[0], "marker": "*", "markersize": 9, "linestyle": "none"}
         axes.plot(bits, perplexity, label=label, **star)
