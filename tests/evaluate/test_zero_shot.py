@@ -346,36 +346,6 @@ def test_data_without_task_files_beside_it_is_refused(tmp_path, tiny_random, mon
         dmx.zero_shot(tiny_random.model, tiny_random.tokenizer)
 
 
-# ---------------------------------------------------------------- rows
-
-
-def row(label, search, items, **more):
-    task = {
-        "metric": "acc", "value": float(np.mean(items)), "stderr": 0.1, "count": len(items),
-        "items": items, "source": "DMX_DATA: x.yaml", "sha256": "0",
-    }  # fmt: skip
-    return {"label": label, "search": search, "zero_shot": {"x": task | more}}
-
-
-def test_rows_are_compared_item_by_item():
-    from experiments.reporting.results import best_other, group_rows, item_difference
-
-    groups = group_rows([
-        row("bf16", None, [1, 1, 1, 0]),
-        row("uniform mxfp4", "uniform", [0, 0, 1, 0]),
-        row("dmx", "differentiable", [1, 0, 1, 0]),
-        row("dmx", "differentiable", [1, 1, 1, 0]),
-        row("kl", "kl", [1, 0], sha256="1"),
-    ])  # fmt: skip
-    bf16, uniform, dmx_, kl = groups
-    found = item_difference(dmx_, bf16, "x")  # seeds averaged: 1, 1/2, 1, 0
-    assert (found.mean, found.windows) == (-0.125, 4)
-    assert found.stderr == pytest.approx(0.125)
-    assert best_other(uniform, groups, "x") is dmx_ and best_other(dmx_, groups, "x") is kl
-    assert item_difference(kl, bf16, "x").reason == "x: not the same items"
-    assert "no items" in item_difference(kl, bf16, "y").reason
-
-
 # ---------------------------------------------------------------- the command
 
 

@@ -16,7 +16,7 @@ from dmx.numerics import kl_divergence
 from dmx.searching import SearchConfig
 from dmx.searching.ablation import unit_ablation
 from experiments import compare, evaluate
-from experiments.reporting.maps import agreement, raised_by_projection
+from experiments.reporting.agreement import agreement, raised_by_projection
 
 TINY = [
     "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",

@@ -1,33 +1,41 @@
 """The report is complete, escapes what it shows, needs no network, and says why a number is
 missing."""
 
+import dataclasses
 import io
 import json
 import math
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from experiments.reporting.results import (
-    SIGNIFICANT,
-    by_operands,
-    difference_to,
-    group_rows,
-    reference_name,
-    reference_of,
-    verdicts,
-)
 from rich.console import Console
 
 from dmx.assignment.targets import TARGETS, obstacles, split_groups
 from dmx.errors import RunError
 from dmx.formats import MX_FORMATS
-from experiments.reporting.maps import format_map, locate
-from experiments.reporting.plots import pareto
+from experiments.reporting.accuracies import best_other, item_difference
+from experiments.reporting.differences import (
+    SIGNIFICANT,
+    difference_to,
+    reference_name,
+    reference_of,
+)
+from experiments.reporting.groups import by_choices, group_rows
+from experiments.reporting.maps import format_map
+from experiments.reporting.plots.pareto import pareto
+from experiments.reporting.projections import format_counts, locate
+from experiments.reporting.record import ModelFacts, Record, Row, Verdict
 from experiments.reporting.report import unit_format, write_report
-from experiments.reporting.tables import difference_text, terminal_table
+from experiments.reporting.tables import terminal_table
+from experiments.reporting.verdicts import verdicts
+
+from .helpers import DMX, FULL, KL, answers, method, record, row, text, uniform
 
 BLOCKS, STEPS, WINDOWS = 30, 150, 140
 SHAPES = {
@@ -69,132 +77,53 @@ def assignment(generator: np.random.Generator, share_high: float, search: str) -
     }
 
 
-def row(
-    label: str, search: str | None, nlls: np.ndarray, bits: float | None, **more: Any
-) -> dict[str, Any]:
-    nll = float(nlls.mean())
-    base = {
-        "label": label,
-        "search": search,
-        "assignment": None,
-        "element_bits": bits,
-        "bits_per_element": bits + 0.25 if bits and bits < 16 else bits,
-        "whole_model_bits_per_element": 0.79 * bits + 3.36 if bits else None,
-        "perplexity": math.exp(nll),
-        "nll": nll,
-        "tokens": WINDOWS * 2047,
-        "windows": WINDOWS,
-        "window_nll": nlls.tolist(),
-        "search_seconds": None,
-        "search_seconds_reason": "nothing was searched",
-        "eval_seconds": 12.4,
-        "budget": None,
-        "zero_shot": None,
-        "zero_shot_reason": "eval.zero_shot is off",
-    }
-    return base | more
-
-
 def write_run(
     folder: Path, *, seeds: int = 1, budgets: tuple[float, ...] = (5.0,), others: bool = False
 ) -> Path:
     """A run folder as the entry points leave it, with numbers like those of SmolLM2-135M."""
     generator = np.random.default_rng(0)
-    text = generator.normal(0.0, 0.18, WINDOWS)  # how hard each window is: common to all rows
+    hard = generator.normal(0.0, 0.18, WINDOWS)  # how hard each window is: common to all rows
 
     def nlls(perplexity: float) -> np.ndarray:
         noise = generator.normal(0.0, 0.012, WINDOWS)
-        return math.log(perplexity) + text - text.mean() + noise - noise.mean()
+        return math.log(perplexity) + hard - hard.mean() + noise - noise.mean()
 
-    results = [
-        row("bf16", None, nlls(21.78), 16.0),
-        row("uniform mxfp4", "uniform", nlls(104.6), 4.0),
-        row("uniform mxfp6_e2m3", "uniform", nlls(23.56), 6.0),
-        row("uniform mxfp8_e4m3", "uniform", nlls(24.02), 8.0),
-    ]
+    results = [row(FULL, nlls(21.78), None, seed=None)]
+    for name, bits, perplexity in (
+        ("mxfp4", 4.0, 104.6), ("mxfp6_e2m3", 6.0, 23.56), ("mxfp8_e4m3", 8.0, 24.02)
+    ):  # fmt: skip
+        results.append(row(uniform(name), nlls(perplexity), None, element_bits=bits, seed=None))
     searches = {"kl": 30.27, "differentiable": 28.54}
     if others:
         searches = {"kl": 30.27, "kl_per_bit": 28.89, "fisher": 29.19, "differentiable": 28.34}
     for limit in budgets:
         for search, perplexity in searches.items():
             for seed in range(seeds):
-                label = "dmx" if search == "differentiable" else search
-                path = f"{label}-{limit:g}-{seed}/assignment.json"
+                path = f"{search}-{limit:g}-{seed}/assignment.json"
                 (folder / path).parent.mkdir(parents=True)
                 share = (limit - 4.2) / 2
                 (folder / path).write_text(json.dumps(assignment(generator, share, search)))
-                scale = math.exp(0.28 * (5.0 - limit)) * (
-                    1 + 0.006 * generator.normal() * (seeds > 1)
-                )
-                results.append(
-                    row(
-                        label,
-                        search,
-                        nlls(perplexity * scale),
-                        limit - 0.02 * generator.random(),
-                        assignment=path,
-                        search_seconds=83.0 if label == "dmx" else 41.5,
-                        seed=seed,
-                        budget={"limit": limit, "unit": "element_bits"},
-                    )
-                )
-                if label == "dmx" and seed == 0:
+                wobble = 1 + 0.006 * generator.normal() * (seeds > 1)
+                scale = math.exp(0.28 * (5.0 - limit)) * wobble
+                is_dmx = search == "differentiable"
+                results.append(row(
+                    method(search), nlls(perplexity * scale), limit, assignment=path, seed=seed,
+                    element_bits=limit - 0.02 * generator.random(), search_seconds=83.0 if is_dmx else 41.5,
+                ))  # fmt: skip
+                if is_dmx and seed == 0:
                     write_trace((folder / path).parent, generator, limit)
-    record = {
-        "schema": "dmx.record/1",
-        "command": "python -m experiments.search model=smollm2_135m budget=bits_5p0",
-        "started": "2026-02-03T10:00:00+00:00",
-        "finished": "2026-02-03T10:04:31+00:00",
-        "wall_seconds": 271.3,
-        "versions": {
-            "python": "3.11.9",
-            "torch": "2.13.0",
-            "transformers": "5.1.0",
-            "dmx": "0.1.0",
-        },
-        "device": {"name": "NVIDIA H100 80GB HBM3", "type": "cuda", "threads": 16},
-        "peak_memory_bytes": 9_437_184_000,
-        "seed": 0,
-        "model": {
-            "id": "HuggingFaceTB/SmolLM2-135M-Instruct",
-            "revision": "12" * 20,
-            "architecture_sha256": "ab" * 32,
-            "dtype": "bfloat16",
-            "note": "dequantized from a 4-bit GGUF, so full precision here is a 4-bit lattice",
-        },
-        "data": {
-            "calibration": {
-                "name": "fineweb-300 + c4-584",
-                "sha256": "cd" * 32,
-                "tokens": 614400,
-                "batches": 150,
-                "batch_shape": [4, 1024],
-            },
-            "evaluation": {
-                "name": "wiki.test",
-                "sha256": "ef" * 32,
-                "tokens": 303415,
-                "windows": WINDOWS,
-                "window": 2048,
-            },
-        },
-        "requested": {
-            "search": {"steps": STEPS, "family": "mxfp6_mxfp4", "lr": 1.0},
-            "backend": "triton",
-            "model": {"dtype": "bfloat16"},
-            "budget": {"limit": 5.0, "unit": "element_bits"},
-        },
-        "actual": {
-            "search": {"steps": STEPS, "family": "mxfp6_mxfp4", "lr": 1.0},
-            "backend": "triton",
-            "model": {"dtype": "bfloat16"},
-            "budget": {"limit": 5.0, "unit": "element_bits"},
-        },
-        "results": results,
-        "verdict": None,
-        "warnings": [],
+    note = "dequantized from a 4-bit GGUF, so full precision here is a 4-bit lattice"
+    settings = {
+        "search": {"steps": STEPS, "family": "mxfp6_mxfp4", "lr": 1.0},
+        "backend": "triton",
+        "model": {"dtype": "bfloat16"},
+        "budget": {"limit": 5.0, "unit": "element_bits"},
     }
-    (folder / "record.json").write_text(json.dumps(record))
+    made = record(
+        *results, requested=settings, actual=settings, data={"evaluation": text(windows=WINDOWS)},
+        model=ModelFacts("HuggingFaceTB/SmolLM2-135M-Instruct", "12" * 20, "bfloat16", "ab" * 32, note),
+    )  # fmt: skip
+    made.save(folder / "record.json")
     return folder
 
 
@@ -248,11 +177,13 @@ def page(run_folder: Path) -> str:
     return write_report(run_folder).read_text(encoding="utf-8")
 
 
-def edited(run_folder: Path, change: Any) -> Path:
-    """The run folder with `change(record)` applied to its record."""
-    record = json.loads((run_folder / "record.json").read_text())
-    change(record)
-    (run_folder / "record.json").write_text(json.dumps(record))
+def read(run_folder: Path) -> Record:
+    return Record.load(run_folder / "record.json")
+
+
+def edited(run_folder: Path, change: Callable[[Record], Record]) -> Path:
+    """The run folder with its record changed."""
+    change(read(run_folder)).save(run_folder / "record.json")
     return run_folder
 
 
@@ -264,102 +195,88 @@ def test_report_needs_no_network_and_leaves_no_temporary_file(run_folder, page):
 
 
 def test_headline_gives_difference_and_paired_error(run_folder, page):
-    results = json.loads((run_folder / "record.json").read_text())["results"]
-    nll = {r["label"]: np.array(r["window_nll"]) for r in results}
-    delta = nll["dmx"] - nll["kl"]
-    (verdict,) = verdicts(results)
-    assert verdict["beats"] is True
-    assert verdict["difference_nats"] == pytest.approx(delta.mean())
-    assert verdict["stderr_nats"] == pytest.approx(delta.std(ddof=1) / math.sqrt(WINDOWS))
+    rows = read(run_folder).rows
+    nll = {r.label: np.array(r.window_nll) for r in rows}
+    delta = nll["dMX"] - nll["kl"]
+    (verdict,) = verdicts(rows)
+    assert verdict.beats is True and verdict.against == "kl"
+    assert verdict.difference_nats == pytest.approx(delta.mean())
+    assert verdict.stderr_nats == pytest.approx(delta.std(ddof=1) / math.sqrt(WINDOWS))
     headline = re.search("<h1>(.*?)</h1>", page)[1]
-    assert headline == verdict["text"]
-    assert headline.startswith("dMX beats kl at 5 element_bits: loss 0.0589 ± ")
+    assert headline == verdict.text
+    assert headline.startswith("dMX (W+A) beats kl (W+A) at 5 element_bits: loss 0.0589 ± ")
 
 
 def test_difference_within_noise_is_not_called_a_win():
     noise = np.random.default_rng(1).normal(0, 0.1, 50)
     noise -= noise.mean()
     stderr = float(noise.std(ddof=1)) / math.sqrt(50)
-    budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
 
-    def verdict(shift: float) -> dict[str, Any]:
-        rows = [
-            row("kl", "kl", np.full(50, 3.4), 5.0, **budget),
-            row("dmx", "differentiable", 3.4 + noise + shift, 5.0, **budget),
-        ]
-        (found,) = verdicts(rows)
-        return found
+    def verdict(shift: float) -> Verdict:
+        (only,) = verdicts([row(KL, 3.4), row(DMX, 3.4 + noise + shift)])
+        return only
 
     for share, beats, words in (
         (-0.9, False, "cannot be told apart"), (0.9, False, "cannot be told apart"),
         (-1.1, True, "beats"), (1.1, False, "does not beat"),
     ):  # fmt: skip
-        found = verdict(share * SIGNIFICANT * stderr)
-        assert found["beats"] is beats and words in found["text"], share
+        claim = verdict(share * SIGNIFICANT * stderr)
+        assert claim.beats is beats and words in claim.text, share
     noise[:] = 0
-    assert "cannot be told apart at 5 element_bits: loss equal (paired" in verdict(0.0)["text"]
+    assert "cannot be told apart at 5 element_bits: loss equal (paired" in verdict(0.0).text
 
 
 def test_without_kl_the_strongest_heuristic_stands_in():
-    budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
     wave = 0.01 * np.sin(np.arange(50))
     rows = [
-        row("fisher", "fisher", np.full(50, 3.40), 5.0, **budget),
-        row("kl_per_bit", "kl_per_bit", np.full(50, 3.38) + wave, 5.0, **budget),
-        row("dmx", "differentiable", np.full(50, 3.36), 5.0, **budget),
-    ]
-    (found,) = verdicts(rows)
-    assert found["against"] == "kl_per_bit" and "beats kl_per_bit" in found["text"]
-    kl = row("kl", "kl", np.full(50, 3.5) + wave, 5.0, **budget)
-    assert verdicts([*rows, kl])[0]["against"] == "kl"
+        row(method("fisher"), 3.40), row(method("kl_per_bit"), 3.38 + wave), row(DMX, 3.36),
+    ]  # fmt: skip
+    (claim,) = verdicts(rows)
+    assert claim.against == "kl_per_bit" and "beats kl_per_bit" in claim.text
+    assert verdicts([*rows, row(KL, 3.5 + wave)])[0].against == "kl"
     assert verdicts(rows[2:]) == []
     # The strongest at dMX's own budget, whatever stands at others.
-    other = {"budget": {"limit": 6.0, "unit": "element_bits"}}
-    far = [row(name, name, np.full(50, 3.3), 6.0, **other) for name in ("kl", "fisher")]
-    assert verdicts([*rows, *far])[0]["against"] == "kl_per_bit"
+    far = [row(method(name), 3.3, 6.0) for name in ("kl", "fisher")]
+    assert verdicts([*rows, *far])[0].against == "kl_per_bit"
     assert reference_name(group_rows(rows)) == "kl_per_bit"
     assert reference_name(group_rows([*rows, *far])) == "reference"
 
 
 def test_a_seed_that_ran_twice_weighs_no_more_than_the_others():
-    rows = [row("dmx", "differentiable", np.full(4, level), 5.0, seed=seed)
-            for seed, level in ((0, 1.0), (1, 2.0), (2, 3.0), (2, 5.0))]  # fmt: skip
+    rows = [row(DMX, np.full(4, nll), seed=seed) for seed, nll in ((0, 1), (1, 2), (2, 3), (2, 5))]
     (group,) = group_rows(rows)
-    found = group.statistic("nll")
-    assert found.mean == pytest.approx(7 / 3) and found.count == 3
-    assert found.spread == pytest.approx(np.std([1, 2, 4], ddof=1))
+    nll = group.statistic("nll")
+    assert nll.mean == pytest.approx(7 / 3) and nll.count == 3
+    assert nll.spread == pytest.approx(np.std([1, 2, 4], ddof=1))
     assert group.window_nll() == pytest.approx(np.full(4, 7 / 3))
 
 
-def test_what_was_rounded_is_compared_with_what_was_rounded():
-    budget = {"budget": {"limit": 5.0, "unit": "element_bits"}}
+def test_only_methods_of_one_kind_are_compared():
     wave = 0.01 * np.sin(np.arange(50))
     rows = [
-        row(label, search, np.full(50, level) + wave * (search[0] == "k"), 5.0, **budget)
-        for label, search, level in (
-            ("kl", "kl", 3.5), ("kl + gptq", "kl+gptq", 3.3),
-            ("dmx", "differentiable", 3.4), ("dmx + gptq", "differentiable+gptq", 3.35),
-        )
+        row(KL, 3.5 + wave), row(method("kl", weights="gptq"), 3.3 + wave), row(DMX, 3.4),
+        row(method(weights="gptq"), 3.35), row(method("kl", polish=True), 3.1 + wave),
     ]  # fmt: skip
     plain, rounded = verdicts(rows)
-    assert plain["against"] == "kl" and plain["beats"]
-    assert rounded["against"] == "kl + gptq" and not rounded["beats"]
-    (alone,) = verdicts([r for r in rows if "gptq" in r["label"]])
-    assert alone["against"] == "kl + gptq"
+    assert plain.against == "kl" and plain.beats
+    assert rounded.against == "kl + gptq" and not rounded.beats
+    (alone,) = verdicts([r for r in rows if r.method.weights == "gptq"])
+    assert alone.against == "kl + gptq"
+    for field, value in (
+        ("transform", "learned"), ("net", True), ("quantized", "W"), ("family", "mxfp8_mxfp4"),
+        ("units", "fused"), ("choices", "separate"), ("scale_rules", "mse"),
+    ):  # fmt: skip
+        assert verdicts([row(KL, 3.5), row(method(**{field: value}), 3.3)]) == [], field
 
 
 def test_scatter_over_seeds_counts_against_a_claim():
-    def seeds(label: str, search: str, levels: list[float]) -> list[dict[str, Any]]:
-        budget = {"limit": 5.0, "unit": "element_bits"}
-        wave = 0.001 * np.sin(np.arange(WINDOWS) * len(label))
-        return [
-            row(label, search, level + wave, 5.0, budget=budget, seed=i)
-            for i, level in enumerate(levels)
-        ]
+    def seeds(of: Any, levels: list[float]) -> list[Row]:
+        wave = 0.001 * np.sin(np.arange(50) * len(of.label))
+        return [row(of, level + wave, seed=i) for i, level in enumerate(levels)]
 
-    kl = seeds("kl", "kl", [3.40, 3.40])
-    assert verdicts(kl + seeds("dmx", "differentiable", [3.38, 3.38]))[0]["beats"] is True
-    assert verdicts(kl + seeds("dmx", "differentiable", [3.30, 3.46]))[0]["beats"] is False
+    kl = seeds(KL, [3.40, 3.40])
+    assert verdicts(kl + seeds(DMX, [3.38, 3.38]))[0].beats is True
+    assert verdicts(kl + seeds(DMX, [3.30, 3.46]))[0].beats is False
 
 
 def test_every_section_is_there(page):
@@ -377,7 +294,7 @@ def test_every_section_is_there(page):
     assert (
         page.count('title="model.layers.0.self_attn.q_proj: mxfp') == 2
     )  # one map for kl, one for dmx
-    assert "4-bit lattice" in page and "ef" * 32 in page and "8.79 GiB" in page
+    assert "4-bit lattice" in page and "of wikitext2/test" in page and "8.79 GiB" in page
 
 
 def test_missing_metric_is_a_dash_with_its_reason(page):
@@ -387,12 +304,14 @@ def test_missing_metric_is_a_dash_with_its_reason(page):
 def test_all_text_is_escaped(tmp_path):
     evil = '<script>alert("x")</script>'
 
-    def change(record):
-        record["warnings"] = [evil]
-        record["model"]["id"] = record["model"]["note"] = record["command"] = evil
-        record["requested"][evil] = evil
-        record["results"][0]["perplexity"], record["results"][0]["perplexity_reason"] = None, evil
-        record["results"][1]["label"] = f"uniform $x_ {evil}"
+    def change(was: Record) -> Record:
+        first = dataclasses.replace(was.rows[0], perplexity=None, reasons={"perplexity": evil})
+        named = dataclasses.replace(was.rows[1], method=uniform(f"$x_ {evil}"))
+        model = dataclasses.replace(was.model, id=evil, note=evil)
+        return dataclasses.replace(
+            was, warnings=(evil,), model=model, command=evil, requested={**was.requested, evil: evil},
+            results=(first, named, *was.rows[2:]),
+        )  # fmt: skip
 
     page = write_report(edited(write_run(tmp_path), change)).read_text()
     assert "<script" not in page
@@ -402,10 +321,12 @@ def test_all_text_is_escaped(tmp_path):
 def test_setting_that_ran_otherwise_is_marked(tmp_path, page):
     assert 'class="differs"' not in page and "All 7 checked settings ran as asked" in page
 
-    def change(record):
-        record["actual"]["backend"] = "reference"
-        record["requested"]["run"] = {"device": "auto", "threads": None, "folder": "x"}
-        record["actual"]["run"] = {"device": "cuda", "threads": 4}  # left open; folder not checked
+    def change(was: Record) -> Record:
+        left_open = {"device": "auto", "threads": None, "folder": "x"}  # folder: not checked
+        actual = {**was.actual, "backend": "reference", "run": {"device": "cuda", "threads": 4}}
+        return dataclasses.replace(
+            was, requested={**was.requested, "run": left_open}, actual=actual
+        )
 
     page = write_report(edited(write_run(tmp_path), change)).read_text()
     assert "1 of 9 checked settings differ" in page and page.count('class="differs"') == 1
@@ -416,78 +337,84 @@ def test_setting_that_ran_otherwise_is_marked(tmp_path, page):
 
 def test_many_searches_budgets_and_seeds_become_one_line_each(tmp_path):
     folder = write_run(tmp_path, seeds=3, budgets=(4.5, 5.0, 5.5), others=True)
-    record = json.loads((folder / "record.json").read_text())
-    groups = group_rows(record["results"])
+    groups = group_rows(read(folder).rows)
     assert len(groups) == 4 + 4 * 3
-    dmx = next(g for g in groups if g.label == "dmx" and g.budget == (5.0, "element_bits"))
-    values = [r["perplexity"] for r in dmx.rows]
+    dmx = next(g for g in groups if g.method.is_dmx and g.budget.limit == 5.0)
+    values = [r.perplexity for r in dmx.rows]
     assert dmx.statistic("perplexity").mean == pytest.approx(np.mean(values))
     assert dmx.statistic("perplexity").spread == pytest.approx(np.std(values, ddof=1))
     page = write_report(folder).read_text()
-    assert len(re.findall("beats kl at|does not beat kl at|told apart at", page)) == 3
-    assert page.count("<summary>dmx, ") == 3 and "the strongest other search" in page
+    assert len(re.findall("beats kl .W.A. at|does not beat kl|told apart at", page)) == 3
+    assert page.count("<summary>dMX (W+A), ") == 3 and "the strongest other search" in page
 
 
 def test_differences_are_paired_within_a_budget(tmp_path):
-    record = json.loads((write_run(tmp_path, budgets=(4.5, 5.0)) / "record.json").read_text())
-    groups = group_rows(record["results"])
-    uniform = difference_to(groups[1], groups)
-    assert uniform.mean is None and "several kl results" in uniform.reason
-    assert difference_text(uniform) == "–"
+    groups = group_rows(read(write_run(tmp_path, budgets=(4.5, 5.0))).rows)
+    flat = difference_to(groups[1], groups)
+    assert flat.mean is None and "several kl results" in flat.reason
     for group in groups:
-        if group.label == "dmx":
-            assert difference_to(group, groups).reference == f"kl, {group.budget[0]:g} element_bits"
+        if group.method.is_dmx:
+            title = f"kl (W+A), {group.budget.limit:g} element_bits"
+            assert difference_to(group, groups).reference == title
 
 
-def test_rows_on_other_windows_are_not_subtracted(tmp_path):
-    record = json.loads((write_run(tmp_path) / "record.json").read_text())
-    record["results"][-1]["window_nll"].pop()
-    difference = difference_to(group_rows(record["results"])[-1], group_rows(record["results"]))
+def test_a_uniform_format_is_compared_with_the_only_reference_of_its_kind():
+    rows = [row(uniform("mxfp4"), 4.0, None), row(KL, 3.4)]
+    flat, kl = group_rows(rows)
+    assert reference_of(flat, [flat, kl]) is kl
+    other, _ = group_rows([row(uniform("mxfp4", transform="learned"), 4.0, None), rows[1]])
+    assert reference_of(other, [other, kl]) == "no heuristic result at the same budget"
+
+
+def test_rows_on_other_windows_are_not_subtracted():
+    groups = group_rows([row(KL, np.full(140, 3.4)), row(DMX, np.full(139, 3.3))])
+    difference = difference_to(groups[1], groups)
     assert difference.mean is None and difference.reason == "measured on 139 and 140 windows"
 
 
 @pytest.fixture
 def with_separate(tmp_path: Path) -> Path:
-    """A run whose searches are there twice: joint, and a little better with separate operands."""
+    """A run whose searches are there twice: joint, and a little better with separate choices."""
     folder = write_run(tmp_path, others=True)
 
-    def change(record):
-        for found in [r for r in record["results"] if r["budget"]]:
-            path = f"apart-{found['assignment']}"
-            body = json.loads((folder / found["assignment"]).read_text())
-            names = iter(["mxfp4", "mxfp8_e4m3"] * len(body["formats"]))
-            body["input_formats"] = {layer: next(names) for layer in body["formats"]}
-            (folder / path).parent.mkdir()
-            (folder / path).write_text(json.dumps(body))
-            nlls = [nll - 0.02 for nll in found["window_nll"]]
-            record["results"].append(found | {
-                "label": f"{found['label']}, separate operands", "choice_per": "operand",
-                "assignment": path, "window_nll": nlls, "nll": float(np.mean(nlls)),
-                "perplexity": math.exp(float(np.mean(nlls))),
-            })  # fmt: skip
+    def apart(joint: Row) -> Row:
+        path = f"apart-{joint.assignment}"
+        body = json.loads((folder / joint.assignment).read_text())
+        names = iter(["mxfp4", "mxfp8_e4m3"] * len(body["formats"]))
+        body["input_formats"] = {layer: next(names) for layer in body["formats"]}
+        (folder / path).parent.mkdir()
+        (folder / path).write_text(json.dumps(body))
+        nlls = tuple(nll - 0.02 for nll in joint.window_nll)
+        return dataclasses.replace(
+            joint, method=dataclasses.replace(joint.method, choices="separate"), assignment=path,
+            window_nll=nlls, nll=float(np.mean(nlls)), perplexity=math.exp(float(np.mean(nlls))),
+        )  # fmt: skip
+
+    def change(was: Record) -> Record:
+        searched = [apart(r) for r in was.rows if r.budget]
+        return dataclasses.replace(was, results=(*was.rows, *searched))
 
     return edited(folder, change)
 
 
-def test_separate_operands_stand_in_a_table_of_their_own_and_compare_among_themselves(
+def test_separate_choices_stand_in_a_table_of_their_own_and_compare_among_themselves(
     with_separate,
 ):
-    record = json.loads((with_separate / "record.json").read_text())
-    groups = group_rows(record["results"])
-    joint, separate = by_operands(groups)
-    assert len(separate) == 4 and all(g.search and g.budget for g in separate)
+    rows = read(with_separate).rows
+    groups = group_rows(rows)
+    joint, separate = by_choices(groups)
+    assert len(separate) == 4 and all(g.method.is_searched and g.budget for g in separate)
     for side in (joint, separate):
-        dmx = next(g for g in side if g.search == "differentiable")
+        dmx = next(g for g in side if g.method.is_dmx)
         for name in ("kl", "kl_per_bit", "fisher"):
-            reference = reference_of(dmx, groups, name)
-            assert reference.is_separate == dmx.is_separate and reference in side
-    assert len(verdicts(record["results"])) == 2
+            assert reference_of(dmx, groups, name) in side
+    assert len(verdicts(rows)) == 2
     page = write_report(with_separate).read_text()
-    first, second = page.split("<h3>Separate operands</h3>")
+    first, second = page.split("<h3>Separate choices</h3>")
     results = first[first.index("<h2>Results</h2>") :]
-    assert "separate operands" not in results and "fisher" in results
+    assert "separate choices" not in results and "fisher" in results
     table = second[: second.index("</table>")]
-    assert table.count("<tr") == 1 + 4 and table.count("separate operands") == 4
+    assert table.count("<tr") == 1 + 4 and table.count("separate choices") == 4
     assert table.count('class="best"') == 1 == results.count('class="best"')
     assert "weighted by multiply-accumulates" in second
     # Maps of both operands, and who can load: vLLM runs no input beside another weight.
@@ -495,16 +422,66 @@ def test_separate_operands_stand_in_a_table_of_their_own_and_compare_among_thems
     assert "does not run inputs in mxfp4, mxfp8_e4m3 beside weights in another format" in page
 
 
-def test_separate_operands_have_marks_of_their_own(with_separate):
-    groups = group_rows(json.loads((with_separate / "record.json").read_text())["results"])
-    figure = pareto(groups)
-    shown = {c.get_label(): c[0].get_color() for c in figure.axes[0].containers}
-    assert len(shown) == 8 == len(set(shown.values()))
+def test_separate_choices_have_marks_of_their_own(with_separate):
+    figure = pareto(group_rows(read(with_separate).rows))
+    colours = {c.get_label(): c[0].get_color() for c in figure.axes[0].containers}
+    assert len(colours) == 8 == len(set(colours.values()))
+
+
+def test_uniform_formats_of_two_transforms_are_two_lines():
+    rows = [
+        row(uniform(name, transform=transform), math.log(value), None, element_bits=bits)
+        for transform, factor in (("none", 2.0), ("hadamard_block", 1.0))
+        for name, bits, value in (("mxfp4", 4.0, 50 * factor), ("mxfp6_e2m3", 6.0, 23.0))
+    ]
+    axes = pareto(group_rows(rows)).axes[0]
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert lines["uniform"] == pytest.approx([100.0, 23.0])
+    assert lines["uniform + hadamard block"] == pytest.approx([50.0, 23.0])
+    assert pareto(group_rows(rows), zoom=True) is None
+
+
+def test_format_counts_hold_inputs_where_they_differ():
+    formats = {f"model.layers.{i}.mlp.up_proj": f for i, f in enumerate(("mxfp4", "mxfp6_e2m3"))}
+    assert format_counts(formats) == {"weight": {"up": {"mxfp4": 1, "mxfp6_e2m3": 1}}}
+    inputs = dict.fromkeys(formats, "mxfp4")
+    assert format_counts(formats, inputs)["input"] == {"up": {"mxfp4": 2}}
+
+
+def test_matplotlib_is_loaded_when_something_is_drawn_and_not_before():
+    code = (
+        "import sys\n"
+        "import experiments.reporting.report, experiments.reporting.report_training\n"
+        "import experiments.reporting.pages.quality, experiments.reporting.pages.mor\n"
+        "assert 'matplotlib' not in sys.modules and 'hydra' not in sys.modules\n"
+        "assert not any(m.startswith('experiments.running') for m in sys.modules)\n"
+        "from experiments.reporting.plots.canvas import new_figure\n"
+        "new_figure(1, 1)\n"
+        "assert 'matplotlib' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tasks_are_compared_item_by_item():
+    bf16, flat, dmx, kl = group_rows([
+        row(FULL, limit=None, zero_shot=answers(x=[1, 1, 1, 0])),
+        row(uniform("mxfp4"), limit=None, zero_shot=answers(x=[0, 0, 1, 0])),
+        row(DMX, zero_shot=answers(x=[1, 0, 1, 0])),
+        row(DMX, seed=1, zero_shot=answers(x=[1, 1, 1, 0])),
+        row(KL, zero_shot={"x": dataclasses.replace(answers(x=[1, 0])["x"], sha256="1")}),
+    ])  # fmt: skip
+    difference = item_difference(dmx, bf16, "x")  # seeds averaged: 1, 1/2, 1, 0
+    assert (difference.mean, difference.windows) == (-0.125, 4)
+    assert difference.stderr == pytest.approx(0.125)
+    groups = [bf16, flat, dmx, kl]
+    assert best_other(flat, groups, "x") is dmx and best_other(dmx, groups, "x") is kl
+    assert item_difference(kl, bf16, "x").reason == "x: not the same items"
+    assert "no items" in item_difference(kl, bf16, "y").reason
 
 
 def test_terminal_table_shows_the_cells_of_the_report(run_folder):
     console = Console(width=110, record=True, file=io.StringIO())
-    console.print(terminal_table(json.loads((run_folder / "record.json").read_text())))
+    console.print(terminal_table(read(run_folder)))
     text = console.export_text()
     assert "28.54" in text and "≤ 5" in text and "1 min 23 s" in text and "−0.0589 ± 0.0012" in text
 
@@ -560,15 +537,15 @@ def test_layers_outside_the_usual_projections_have_a_place():
 
 
 def test_unit_names_resolve_to_their_final_format():
-    found = {"formats": {"a.q_proj": "mxfp4", "a.k_proj": "mxfp4", "b": "mxfp8_e4m3"}}
-    assert unit_format("b", found) == "mxfp8_e4m3"
+    known = {"formats": {"a.q_proj": "mxfp4", "a.k_proj": "mxfp4", "b": "mxfp8_e4m3"}}
+    assert unit_format("b", known) == "mxfp8_e4m3"
     assert (
-        unit_format("a.{q_proj,k_proj}", found)
+        unit_format("a.{q_proj,k_proj}", known)
         == "mxfp4"
-        == unit_format("a.q_proj+a.k_proj", found)
+        == unit_format("a.q_proj+a.k_proj", known)
     )
-    assert unit_format("nowhere", found) is None
-    apart = found | {"input_formats": dict.fromkeys(found["formats"], "mxfp6_e2m3")}
+    assert unit_format("nowhere", known) is None
+    apart = known | {"input_formats": dict.fromkeys(known["formats"], "mxfp6_e2m3")}
     assert unit_format("a.{q_proj,k_proj}:weight", apart) == "mxfp4"
     assert unit_format("b:input", apart) == "mxfp6_e2m3"
 
@@ -581,12 +558,12 @@ def test_unit_names_resolve_to_their_final_format():
             "record.json does not exist: a finished run leaves one",
         ),
         (
-            lambda f: edited(f, lambda r: r.update(schema="dmx.record/9")),
-            "schema is 'dmx.record/9'",
+            lambda f: (f / "record.json").write_text('{"schema": "dmx.record/1"}'),
+            "schema is 'dmx.record/1'",
         ),
         (lambda f: (f / "kl-5-0/assignment.json").unlink(), "result 'kl' in record.json names it"),
         (
-            lambda f: (f / "dmx-5-0/history.jsonl").write_text('{"step": 0}\n{"st'),
+            lambda f: (f / "differentiable-5-0/history.jsonl").write_text('{"step": 0}\n{"st'),
             "history.jsonl, line 2",
         ),
     ],
@@ -599,8 +576,8 @@ def test_damaged_folder_is_named(tmp_path, damage, message):
 
 
 def test_folder_without_history_or_searches_still_reports(tmp_path):
-    def change(record):
-        record["results"] = record["results"][:3]
+    def change(was: Record) -> Record:
+        return dataclasses.replace(was, results=was.results[:3])
 
     page = write_report(edited(write_run(tmp_path), change)).read_text()
     assert "so there is no verdict" in page and "The search, step by step" not in page

@@ -49,7 +49,12 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     code, _, err = run(search, *arguments)
     assert code == 0, err
     rows = {row.label: row for row in results(tmp_path / "run")}
-    assert {"bf16", "dMX + learned rotation", "kl + learned rotation", "uniform mxfp4 + learned rotation"} <= set(rows)
+    assert {
+        "bf16",
+        "dMX + learned rotation",
+        "kl + learned rotation",
+        "uniform mxfp4 + learned rotation",
+    } <= set(rows)
     digests = {row.transform["sha256"] for row in rows.values() if row.transform}
     assert len(digests) == 1 and rows["bf16"].transform is None
     assert Record.load(tmp_path / "run" / "record.json").verdict.against == "kl + learned rotation"

@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException
 from dmx.errors import DmxError, RunError
 from experiments.reporting.recipes import comparison, comparison_text
 from experiments.reporting.record import Record, TrainingRow
-from experiments.reporting.report_training import fallback_map
+from experiments.reporting.plots.training import fallback_map
 from experiments.running.composing import build_root
 from experiments.running.training import save_model
 from experiments.train_mor import TrainMorRun

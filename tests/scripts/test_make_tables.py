@@ -1,39 +1,56 @@
-"""Result pages are made from records alone; a bar that is missed says so."""
+"""Result pages are made from records alone, and begin with what they say."""
 
-import copy
+import dataclasses
 import importlib.util
 import json
+import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from experiments.reporting.quality_tables import pooled
-from experiments.reporting.results import group_rows
 
 from dmx.errors import DmxError
-from experiments.reporting.maps import format_counts
-from experiments.reporting.pages.mor import curves, fell_back, mor_page
-from experiments.reporting.pages.quality import quality_page
-from experiments.reporting.plots import pareto
-from experiments.reporting.report_training import digits_log, fallback_digits, loss_curve
+from experiments.reporting import record as records
+from experiments.reporting.groups import group_recipes, group_rows
+from experiments.reporting.pages.mor import fell_back, mor_page
+from experiments.reporting.pages.overview import readme_table
+from experiments.reporting.pages.quality import quality_pages
+from experiments.reporting.plots.pareto import pareto
+from experiments.reporting.plots.training import validation_curves
+from experiments.reporting.pooling import Presets, pooled
+from experiments.reporting.record import Limit, Method, Record, Row, dimension
+from experiments.reporting.tables import results_table
+from experiments.reporting.training_logs import digits_log, fallback_digits, loss_curve
+from experiments.reporting.verdicts import verdicts
 from mor.statistics import OPERANDS
+
+from ..experiments.helpers import (
+    DMX,
+    FULL,
+    SEARCHED,
+    answers,
+    method,
+    record,
+    row,
+    text,
+    training_row,
+    uniform,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "results" / "records"
+WAVE = 0.1 * np.sin(np.arange(50))
+KL_PER_BIT, FISHER = method("kl_per_bit"), method("fisher")
+TEST, VALIDATION = "wikitext2/test", "wikitext2/validation"
 
-
-ABLATION = [
-    f"quality_valid_{name}" for name in ("exact", "had", "heur", "learn", "none", "start")
-]  # fmt: skip
-
-
-def read(*names: str) -> list[dict]:
-    return [json.loads((RECORDS / f"{name}.json").read_text()) for name in names]
-
-
-def runs(recipe: str) -> list[dict]:
-    return read(*(f"mor_{recipe}_{seed}" for seed in range(3)))
+EXACT = {
+    "objective": "kl", "penalty": "exact", "gradient_scale": "elements", "lr": 3.0, "momentum": 0.9,
+    "lr_schedule": "cosine", "start": "constant",
+}  # fmt: skip
+PRESETS = Presets(exact=EXACT, polished={"polish_rounds": 12}, learned={"steps": 400})
+SETTINGS = {"family": "mxfp6_mxfp4", "score_batches": 8, "steps": 200, "polish_rounds": 0, **EXACT}
 
 
 @pytest.fixture
@@ -46,22 +63,46 @@ def make_tables(monkeypatch):
     return module
 
 
+def compared(*rows: Row, on: str = TEST, settings: dict | None = None, **fields: object) -> Record:
+    """A record of experiments.compare on a text."""
+    data = {"calibration": record().data["calibration"], "evaluation": text(on)}
+    asked = {"search": SETTINGS | (settings or {})}
+    return record(*rows, **{"data": data, "requested": asked} | fields)
+
+
+def at_five_bits(shift: float = -0.05, scatter: float = 0.0, **more: object) -> Record:
+    """bf16, two heuristics and dMX, whose loss is `shift` above the better of them."""
+    noise = scatter * (-1.0) ** np.arange(50)
+    return compared(
+        row(FULL, 3.0 + WAVE, None, seed=None), row(KL_PER_BIT, 3.3 + WAVE), row(FISHER, 3.4 + WAVE),
+        row(DMX, 3.3 + WAVE + shift + noise), **more,
+    )  # fmt: skip
+
+
+def page(*of: Record, name: str = "quality.md") -> str:
+    return quality_pages(of, PRESETS).texts[name]
+
+
+# --- the script ------------------------------------------------------------------------------------
+
+
 def test_committed_pages_are_what_the_records_give(make_tables, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make_tables.py", "--check"])
     assert make_tables.main() == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "content", "words"),
     [
-        ("x", "{", "x.json is damaged"),
-        ("x", "[]", "x.json is no record"),
-        ("x", '{"schema": "dmx.record/1"}', "x.json: a record lacks what its page shows"),
-        ("quality_x", "{}", "quality_*.json: a record lacks"),
+        ("x", "{", "x.json is not a JSON object"),
+        ("x", "[]", "x.json is not a JSON object"),
+        ("x", '{"schema": "dmx.record/1"}', "schema is 'dmx.record/1', this version reads"),
+        ("x", '{"schema": "dmx.record/2"}', "Record misses keys"),
+        ("x", '{"schema": "mor.safety_net/1"}', "a record lacks what its page shows"),
     ],
 )
 def test_a_record_that_is_none_is_named_and_nothing_written(
-    make_tables, tmp_path, monkeypatch, capsys, name, text, words
+    make_tables, tmp_path, monkeypatch, capsys, name, content, words
 ):
     results = tmp_path / "docs" / "results"
     monkeypatch.setattr(make_tables, "ROOT", tmp_path)
@@ -70,238 +111,314 @@ def test_a_record_that_is_none_is_named_and_nothing_written(
     monkeypatch.setattr("sys.argv", ["make_tables.py"])
     (results / "records").mkdir(parents=True)
     (tmp_path / "README.md").write_text("nothing of tables")
-    (results / "records" / f"{name}.json").write_text(text)
+    (results / "records" / f"{name}.json").write_text(content)
     assert make_tables.main() == 2
     assert words in capsys.readouterr().err
     assert not list(results.glob("*.md"))
 
 
 def test_a_readme_without_its_marks_loses_nothing(make_tables):
-    text = f"{make_tables.START}\nold\nthe rest of the page"
-    with pytest.raises(DmxError, match="end of results"):
-        make_tables.between(text, make_tables.START, make_tables.END, "new")
+    with pytest.raises(DmxError, match="end of overview"):
+        make_tables.between(f"{make_tables.START}\nold\nthe rest of the page", "new")
 
 
 def test_records_stay_small_and_name_no_machine_path():
     texts = [path.read_text() for path in RECORDS.glob("*.json")]
+    assert max(map(len, texts)) < 100_000
     assert sum(map(len, texts)) < 5_000_000  # answers to each item of the tasks, for paired errors
-    assert not any('"/' in text for text in texts)  # no text in them begins as an absolute path
+    assert not any('"/' in content for content in texts)  # nothing begins as an absolute path
 
 
-def on_test_text(records: list[dict], factor: float = 1.0) -> list[dict]:
-    """The records as if measured on the test text, dMX's perplexity times a factor."""
-    moved = copy.deepcopy(records)
-    for record in moved:
-        record["data"]["evaluation"]["name"] = "wikitext2/test"
-        for row in record["results"]:
-            if row["search"] == "differentiable":
-                row["perplexity"] *= factor
-    return moved
+def test_every_page_begins_with_what_it_says(make_tables):
+    index = (make_tables.RESULTS / "README.md").read_text()
+    for path in sorted(make_tables.RESULTS.glob("*.md")):
+        first = path.read_text().split("\n\n")[1]
+        assert not first.startswith(("|", "-", "#", "!")), path.name
+        assert path.name == "README.md" or f"({path.name})" in index
 
 
-def test_methods_are_named_by_what_differs_from_the_exact_settings():
-    text, figure = quality_page(read(*ABLATION))
-    assert figure is not None
-    for name in ("dMX", "dMX gradient_scale=none", "dMX start=kl_per_bit", "kl_per_bit", "fisher"):
-        assert f"| none | {name} | ≤ 5 | 3 |" in text
-    assert (
-        "| learned | dMX rotation_lr=10 steps=200 | ≤ 5 | 3 | 26.41 ± 0.12 | no heuristic |" in text
-    )
-    assert "No records of a test text yet." in text
+# --- quality ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "missed"), (0.9, "met")])
-def test_bars_say_met_or_missed(factor, verdict):
-    text, _ = quality_page(on_test_text(read(*ABLATION), factor))
-    other = {"met": "missed", "missed": "met"}[verdict]
-    assert re.search(rf"≥ 3 % below: -?[\d.]+, {verdict}", text)
-    assert re.search(rf"≥ 2 % below: -?[\d.]+, {verdict}", text)
-    assert f"≤ 25.9: {verdict}" in text and f"reach ≤ 25: {verdict}" in text
-    assert not re.search(rf"% below: -?[\d.]+, {other}", text)
-    # Learned rotations have no heuristic beside them: neither met nor missed.
-    assert "| – | ≤ 25.9: " in text and "≥ 2 % below: no heuristic" in text
+def test_methods_are_named_by_what_differs_from_the_presets():
+    rotates = method(transform="learned")
+    content = page(
+        compared(row(KL_PER_BIT, 3.3), row(DMX, 3.2), on=VALIDATION),
+        compared(row(KL_PER_BIT, 3.3, seed=1), row(DMX, 3.1), on=VALIDATION, settings={"lr": 1.0}),
+        compared(row(rotates, 3.0), on=VALIDATION, settings={"steps": 200}),
+        compared(
+            row(method(polish=True), 3.0), on=VALIDATION,
+            settings={"polish_rounds": 8, "seed": 7, "cuda_graph": "on"},
+        ),
+        name="quality_ablation.md",
+    )  # fmt: skip
+    assert "| plain | kl_per_bit | ≤ 5 | 2 |" in content  # lr is nothing to a heuristic
+    assert "| plain | dMX | ≤ 5 | 1 |" in content and "| plain | dMX lr=1 | ≤ 5 | 1 |" in content
+    assert "| learned rotation | dMX steps=200 | ≤ 5 | 1 | 20.09 | no heuristic |" in content
+    assert "| plain | dMX + polish polish_rounds=8 | ≤ 5 | 1 |" in content
+    validation = compared(row(DMX, 3.2), on=VALIDATION)
+    assert "No records of a test text yet." in page(validation)
 
 
 def test_differences_count_as_lower_higher_or_the_same():
-    record = at_five_bits()
-    rows = {row["label"]: row for row in record["results"]}
-    best = rows["kl_per_bit"]["window_nll"]
-
-    def text(shift: float, scatter: float) -> str:
-        values = [x + shift + scatter * (-1) ** i for i, x in enumerate(best)]
-        rows["dmx"] |= {"window_nll": values, "perplexity": rows["kl_per_bit"]["perplexity"]}
-        found = quality_page([record])[0].partition("## Against the best heuristic")[2]
+    def part(shift: float, scatter: float) -> str:
+        found = page(at_five_bits(shift, scatter)).partition("## Against the best heuristic")[2]
         return found.partition("\n## ")[0]
 
-    lower = text(-0.1, 0.1)
-    assert "| none | dMX | **" in lower and "by more than one standard error in 1 of 1" in lower
-    assert "in 0 of 1 cells (bold), higher in 1 (italic)." in text(0.1, 0.1)
-    assert "in 0 of 1 cells (bold), higher in 0 (italic)." in text(0.001, 0.1)
-    assert "| none | dMX | same |" in text(0.0, 0.0) and "cells" not in text(0.0, 0.0)
+    lower = part(-0.1, 0.1)
+    assert (
+        "| plain | dMX | **" in lower and "by more than one standard error in 1 of 1 cells" in lower
+    )
+    assert "in 0 of 1 cells (bold), higher in 1 (italic)." in part(0.1, 0.1)
+    assert "in 0 of 1 cells (bold), higher in 0 (italic)." in part(0.001, 0.1)
+    assert "| plain | dMX | same |" in part(0.0, 0.0) and "cells" not in part(0.0, 0.0)
+
+
+def test_the_page_says_what_its_tables_show():
+    first = page(at_five_bits(-0.1)).split("\n\n")[1]
+    share = f"{100 * (math.exp(-0.1) - 1):+.1f}"
+    assert f"dMX changes perplexity against the best heuristic by {share} % at 5" in first
+    assert "Of 1 cells of all models" in first and "standard error in 1, higher in 0" in first
+    rounded = compared(row(method(weights="gptq"), 3.1 + WAVE))
+    assert f"dMX has {math.exp(3.1 + WAVE.mean()):.2f} with gptq" in page(at_five_bits(), rounded)
 
 
 def test_differences_are_on_the_seeds_that_both_have():
-    records = read("quality_test_none_50_0", "quality_test_none_50_1")
-    for record in records:
-        record["results"] = [r for r in record["results"] if not r["rounding"]]
-    first, second = ({r["label"]: r for r in record["results"]} for record in records)
-    second["dmx"]["window_nll"] = [
-        x + 1 for x in second["dmx"]["window_nll"]
-    ]  # seed 1 does not count
-    records[1]["results"] = [second["dmx"]]
-    text, _ = quality_page(records)
-    gain = 100 * (first["dmx"]["perplexity"] / first["kl_per_bit"]["perplexity"] - 1)
-    assert f"| none | dMX | **{gain:+.1f} ± " in text
-    assert f"| dMX | {(first['dmx']['perplexity'] + second['dmx']['perplexity']) / 2:.2f}" in text
+    other = compared(row(DMX, 4.0 + WAVE, seed=1))
+    content = page(at_five_bits(-0.1, 0.1), other)
+    assert f"| plain | dMX | **{100 * (math.exp(-0.1) - 1):+.1f} ± " in content
+    both = (math.exp(3.2 + WAVE.mean()) + math.exp(4.0 + WAVE.mean())) / 2
+    assert f"| plain | dMX | {both:.2f} (2) |" in content
 
 
-@pytest.mark.parametrize(
-    ("place", "key", "value"),
-    [
-        ("model", "dtype", "float32"),
-        ("evaluation", "windows", 20),
-        ("evaluation", "sha256", "0"),
-        ("calibration", "batches", 4),
-    ],
-)
-def test_records_that_are_not_measured_alike_are_refused(place, key, value):
-    records = read("quality_test_none_50_0", "quality_test_none_50_1")
-    of = records[1] if place == "model" else records[1]["data"]
-    of[place][key] = value
+@pytest.mark.parametrize("part", ["dtype", "windows", "text", "calibration"])
+def test_records_that_are_not_measured_alike_are_refused(part):
+    one, other = at_five_bits(), at_five_bits()
+    data = dict(other.data)
+    replace = dataclasses.replace
+    if part == "dtype":
+        other = replace(other, model=replace(other.model, dtype="float32"))
+    elif part == "windows":
+        data["evaluation"] = replace(data["evaluation"], windows=20)
+    elif part == "text":
+        data["evaluation"] = replace(data["evaluation"], sha256="0")
+    else:
+        data["calibration"] = replace(data["calibration"], batches=4)
     with pytest.raises(DmxError, match="not measured alike"):
-        quality_page(records)
+        quality_pages([one, replace(other, data=data)], PRESETS)
 
 
 def test_other_models_have_their_own_projections_and_units():
-    record = at_five_bits()
-    for row in record["results"]:
-        if row["search"]:
-            row["budget"]["unit"] = "bits_per_element"
-            row["perplexity"] = float("inf") if row["label"] == "fisher" else row["perplexity"]
-            row["format_counts"] = {
-                "weight": {"c_attn": {"mxfp4": 1, "mxfp6_e2m3": 3}, "up": {"mxfp4": 2}}
-            }
-    record["model"]["id"] = "someone/gpt"
-    text, figure = quality_page([record])
-    assert "| transform | method | budget | up | c_attn |" in text
-    assert "| none | dMX | ≤ 5 bits_per_element | 0 | 75 |" in text
-    assert "Budgets are in bits_per_element." in text and "smollm2_135m_instruct_gguf" not in text
-    assert "Several runs shared a card" not in text and "inf" not in text
+    counts = {"weight": {"c_attn": {"mxfp4": 1, "mxfp6_e2m3": 3}, "up": {"mxfp4": 2}}}
+    budget = Limit(5.0, "bits_per_element")
+    heuristic = row(KL_PER_BIT, 3.3 + WAVE, budget=budget, format_counts=counts)
+    ours = row(DMX, 3.2 + WAVE, budget=budget, format_counts=counts)
+    lost = row(FISHER, 3.2 + WAVE, budget=budget, perplexity=math.inf)
+    pages = quality_pages([compared(heuristic, ours, lost)], PRESETS)
+    content = "".join(pages.texts.values())
+    assert "| setting | method | budget | up | c_attn |" in content
+    assert "| plain | dMX | ≤ 5 bits_per_element | 0 | 75 |" in content
+    assert "Budgets are in bits_per_element." in content
+    assert "Several runs shared a card" not in content and "| inf" not in content
+    (figure,) = pages.pictures.values()
     assert figure.axes[0].get_xlabel() == "budget, bits_per_element"
 
 
 def test_the_picture_shows_the_best_dmx_and_how_sure_its_difference_is():
-    record = at_five_bits()
-    rows = {row["label"]: row for row in record["results"]}
-    worse = rows["dmx"] | {
-        "label": "dmx + polish",
-        "perplexity": 30.0,
-        "search": "differentiable+polish",
-    }
-    record["results"].append(worse)
-    left, right = quality_page([record])[1].axes
-    heuristic, dmx = (
-        100 * (rows[k]["perplexity"] / rows["bf16"]["perplexity"] - 1)
-        for k in ("kl_per_bit", "dmx")
-    )
-    assert [line.get_ydata()[0] for line in left.get_lines()] == pytest.approx([heuristic, dmx])
+    worse = row(method(polish=True), 3.6 + WAVE)
+    of = at_five_bits(-0.1, 0.1)
+    rows = {r.label: r for r in of.rows}
+    pages = quality_pages([dataclasses.replace(of, results=(*of.rows, worse))], PRESETS)
+    left, right = pages.pictures["quality.png"].axes
+    full, best, ours = (rows[label].perplexity for label in ("bf16", "kl_per_bit", "dMX"))
+    drawn = [line.get_ydata()[0] for line in left.get_lines()]
+    assert drawn == pytest.approx([100 * (x / full - 1) for x in (best, ours)])
     points, _, (bar,) = right.containers[0]
-    gain = 100 * (rows["dmx"]["perplexity"] / rows["kl_per_bit"]["perplexity"] - 1)
-    gaps = np.subtract(rows["dmx"]["window_nll"], rows["kl_per_bit"]["window_nll"])
-    error = 100 * gaps.std(ddof=1) / len(gaps) ** 0.5
-    assert points.get_ydata()[0] == pytest.approx(gain)
+    gaps = np.subtract(rows["dMX"].window_nll, rows["kl_per_bit"].window_nll)
+    assert points.get_ydata()[0] == pytest.approx(100 * (ours / best - 1))
     ((low, high),) = (segment[:, 1] for segment in bar.get_segments())
-    assert (high - low) / 2 == pytest.approx(error)
+    assert (high - low) / 2 == pytest.approx(100 * gaps.std(ddof=1) / len(gaps) ** 0.5)
+
+
+def test_fused_units_and_separate_choices_stand_apart():
+    fused = compared(*(
+        row(dataclasses.replace(r.method, units="fused"), np.array(r.window_nll) + math.log(1.02))
+        for r in at_five_bits().rows[1:]
+    ))  # fmt: skip
+    content = page(at_five_bits(), fused)
+    _, _, table = content.partition("## Fused units against layer units")
+    for name, nll in (("dMX", 3.25), ("kl_per_bit", 3.3)):
+        own = math.exp(nll + WAVE.mean())
+        cells = f"| {1.02 * own:.2f} (1) | {own:.2f} (1) | +2.00 ± 0.00 |"
+        assert f"| fused units | {name} | ≤ 5 {cells}" in table
+    assert "| plain | dMX |" in content.partition("## Fused")[0]
+    for alone in (at_five_bits(), fused):
+        assert "## Fused units" not in page(alone)
+    counts = {"weight": {"q": {"mxfp4": 10, "mxfp6_e2m3": 20}}, "input": {"q": {"mxfp4": 30}}}
+    apart = method(choices="separate")
+    heuristic = row(method("kl_per_bit", choices="separate"), 3.3 + WAVE)
+    methods = page(
+        compared(row(apart, 3.2 + WAVE, format_counts=counts), heuristic), name="quality_methods.md"
+    )
+    assert "weights nearest, W+A, separate choices\n" in methods
+    assert "| separate choices | dMX | ≤ 5, weights | 67 |" in methods
+    assert "| separate choices | dMX | ≤ 5, inputs | 0 |" in methods
+
+
+def test_tasks_are_compared_item_by_item_with_the_best_heuristic_and_bf16():
+    asked = {
+        "bf16": answers(arc=[1, 1, 1, 1], piqa=[1, 0, 1, 1]),
+        "kl_per_bit": answers(arc=[1, 1, 1, 0], piqa=[1, 0, 0, 0]),
+        "dMX": answers(arc=[1, 1, 0, 0], piqa=[1, 0, 1, 0]),
+    }
+
+    def tasks(tests: dict) -> str:
+        of = at_five_bits()
+        rows = [dataclasses.replace(r, zero_shot=tests.get(r.label)) for r in of.rows]
+        made = quality_pages([dataclasses.replace(of, results=tuple(rows))], PRESETS)
+        return made.texts.get("quality_tasks.md", "")
+
+    content = tasks(asked)
+    assert "| arc, acc | piqa, acc | mean |" in content
+    assert "| – | bf16 | – | 1 | 100.0 | 75.0 | 87.5 |" in content
+    dmx = "| plain | dMX | ≤ 5 | 1 |"
+    assert (
+        f"{dmx} 50.0 | 50.0 | 50.0 |" in content and "| plain | fisher | ≤ 5 | 1 |" not in content
+    )
+    # One of four items is exactly one standard error: not bold.
+    assert f"{dmx} kl_per_bit | -25.0 ± 25.0 | +25.0 ± 25.0 | +0.0 ± 17.7 |" in content
+    assert f"{dmx} bf16 | *-50.0 ± 28.9* | -25.0 ± 25.0 | *-37.5 ± 19.1* |" in content
+    one = {"dMX": {"arc": asked["dMX"]["arc"]}}
+    content = tasks(asked | one)
+    assert (
+        f"{dmx} 50.0 | – | – |" in content and f"{dmx} bf16 | *-50.0 ± 28.9* | – | – |" in content
+    )
+    # Where the best by perplexity was not asked, no other stands in.
+    assert f"{dmx} fisher |" not in tasks(asked | {"kl_per_bit": None, "fisher": asked["bf16"]})
+    assert tasks({}) == ""
+
+
+def test_rows_that_records_measured_alike_count_once_with_their_tasks():
+    plain = at_five_bits()
+    rows = [dataclasses.replace(r, zero_shot=answers(arc=[1, 0])) for r in plain.rows]
+    asked = dataclasses.replace(plain, results=tuple(rows))
+    for of in ([plain, asked], [asked, plain], [plain, asked, plain]):
+        groups = [group for known in pooled(of, PRESETS).values() for group in known]
+        assert sorted(g.label for g in groups) == ["bf16", "dMX", "fisher", "kl_per_bit"]
+        assert all(len(g.rows) == 1 and g.rows[0].zero_shot for g in groups)
+    moved = tuple(dataclasses.replace(r, nll=r.nll + 1e-6) for r in plain.rows)
+    other = dataclasses.replace(plain, results=moved)
+    twice = pooled([plain, other], PRESETS).values()
+    assert {len(g.rows) for known in twice for g in known} == {2}
+
+
+def test_readme_has_one_table_of_at_most_eight_rows():
+    flat = [row(uniform("mxfp4"), 4.6, None, element_bits=4.0), row(FULL, 3.0, None)]
+    rounded = compared(row(method(weights="gptq"), 3.1 + WAVE))
+    lines = readme_table([at_five_bits(), rounded], PRESETS, compared(*flat))
+    table = [line for line in lines if line.startswith("|")]
+    assert table[0] == "|  | 4 bits | 5 bits | 16 bits |" and 3 <= len(table) <= 10
+    assert f"| uniform mxfp4 | {math.exp(4.6):.2f} |  |  |" in table
+    assert f"| dMX + gptq |  | {math.exp(3.1 + WAVE.mean()):.2f} |  |" in table
+    assert "earlier reading" not in lines[-1]
+    data = {"evaluation": dataclasses.replace(text(), sha256="0", tokens=7)}
+    lines = readme_table([at_five_bits()], PRESETS, compared(*flat, data=data))
+    assert "of an earlier reading of the text, 7 tokens instead of 102,400" in lines[-1]
+
+
+# --- another dimension -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmMethod(Method):
+    """A method with one field more."""
+
+    warmth: int = dimension(0, label=lambda degrees: f"warmth {degrees}", title=str)
+    """degrees"""
+
+
+def test_one_field_more_appears_in_label_table_legend_record_and_comparison(tmp_path, monkeypatch):
+    def of(search: str, warmth: int) -> WarmMethod:
+        return WarmMethod(search=search, warmth=warmth, **SEARCHED)
+
+    rows = [
+        row(of(search, warmth), nll + WAVE)
+        for warmth, level in ((0, 0.0), (30, -0.5))
+        for search, nll in (("kl_per_bit", 3.3 + level), ("differentiable", 3.25 + level))
+    ]
+    # Comparison: each against the heuristic of its own warmth.
+    assert [v.against for v in verdicts(rows)] == ["kl_per_bit", "kl_per_bit + warmth 30"]
+    groups = group_rows(rows)
+    assert len(groups) == 4
+    assert "dMX + warmth 30 (W+A)" in results_table(groups)
+    legend = [t.get_text() for t in pareto(groups).axes[0].get_legend().get_texts()]
+    assert "dMX + warmth 30 (W+A)" in legend and "dMX (W+A)" in legend
+    # The record, there and back: only the type of a row's method is another.
+    monkeypatch.setitem(vars(records), "Method", WarmMethod)
+    made = compared(*rows)
+    assert Record.load(made.save(tmp_path / "record.json")) == made
+    assert (
+        json.loads((tmp_path / "record.json").read_text())["results"][2]["method"]["warmth"] == 30
+    )
+    # Result pages: a table of its own, compared within it.
+    pages = quality_pages([made], PRESETS)
+    share = f"{100 * (math.exp(-0.05) - 1):+.2f}"
+    assert re.search(rf"\| warmth 30 \| dMX \| \*\*{share} ± ", pages.texts["quality.md"])
+    assert "weights nearest, W+A, 30\n" in pages.texts["quality_methods.md"]
+
+
+# --- mor -------------------------------------------------------------------------------------------
+
+OUTLIER = {"step": -1, "layer": "model.layers.0.mlp", "exponent": 17}
+
+
+def trained(*rows: records.TrainingRow, outlier_step: int = -1, **train: object) -> Record:
+    """A record of experiments.train_mor."""
+    outlier = OUTLIER | {"step": outlier_step}
+    settings = {"window": 1024, "lr": 1e-3, "batch_size": 32, "outlier": outlier} | train
+    asked = {"train": settings, "architecture": {}, "mor": {r.recipe: None for r in rows}}
+    return record(*rows, command="train_mor", requested=asked, data={"validation": text("valid")})
+
+
+def runs(recipe: str, *losses: float | None) -> list[Record]:
+    return [trained(training_row(recipe, nll, seed)) for seed, nll in enumerate(losses)]
+
+
+BF16 = (5.60, 5.64, 5.68)
 
 
 def test_loss_curves_are_compared_on_the_seeds_that_both_have():
-    bf16, tensor = runs("bf16"), read("mor_tensor_1")
-    rows = [record["results"][0] for record in (*bf16, *tensor)]
-    _, bottom = curves(group_rows(rows)).axes
+    bf16 = [training_row("bf16", nll, seed) for seed, nll in enumerate(BF16)]
+    _, bottom = validation_curves(group_recipes([*bf16, training_row("tensor", 5.7, 1)])).axes
     points, _, (bar,) = bottom.containers[0]
-    ours, theirs = (r["loss_curve"]["validation"]["loss"] for r in (rows[3], rows[1]))
-    assert points.get_ydata() == pytest.approx(
-        [100 * (a / b - 1) for a, b in zip(ours, theirs, strict=True)]
-    )
+    assert points.get_ydata() == pytest.approx([0, 0, 100 * (5.7 / 5.64 - 1)])
     assert all(np.ptp(segment[:, 1]) == 0 for segment in bar.get_segments())  # one seed
 
 
-def test_bars_are_for_one_model_and_text_alone():
-    records = on_test_text(read(*ABLATION))
-    for record in records:
-        record["model"]["id"] = "/a/machine/runs/llama/model"
-    text, _ = quality_page(records)
-    assert "## llama/model, wikitext2/test" in text and "/a/machine" not in text
-    assert "missed" not in text and ": met" not in text
-
-
-def test_format_counts_hold_inputs_where_they_differ():
-    formats = {f"model.layers.{i}.mlp.up_proj": f for i, f in enumerate(("mxfp4", "mxfp6_e2m3"))}
-    assert format_counts(formats) == {"weight": {"up": {"mxfp4": 1, "mxfp6_e2m3": 1}}}
-    inputs = dict.fromkeys(formats, "mxfp4")
-    assert format_counts(formats, inputs)["input"] == {"up": {"mxfp4": 2}}
-
-
-def test_separate_operands_are_shown_apart():
-    record = read("quality_valid_exact")[0]
-    for row in record["results"]:
-        row["choice_per"] = "operand"
-    # Where a search gave both operands the same formats, a record has no inputs of its own.
-    counts = record["results"][0]["format_counts"]
-    counts["input"] = {name: {"mxfp4": 30} for name in counts["weight"]}
-    text, _ = quality_page([record])
-    assert "| none, separate operands | dMX | ≤ 5, weights | 77 |" in text
-    high = [r["format_counts"]["weight"]["q"]["mxfp6_e2m3"] / 30 for r in record["results"][1:]]
-    assert f"| none, separate operands | dMX | ≤ 5, inputs | {100 * sum(high) / 3:.0f} |" in text
-
-
-def test_uniform_formats_of_two_transforms_are_two_lines():
-    rows = [
-        {
-            "label": f"uniform {name}", "search": "uniform", "perplexity": value, "element_bits": bits,
-            "transform": transform,
-        }
-        for transform, factor in ((None, 2.0), ({"name": "hadamard_block"}, 1.0))
-        for name, bits, value in (("mxfp4", 4.0, 50 * factor), ("mxfp6_e2m3", 6.0, 23.0))
-    ]  # fmt: skip
-    axes = pareto(group_rows(rows)).axes[0]
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
-    assert lines["uniform"] == [100.0, 23.0] and lines["uniform, hadamard_block"] == [50.0, 23.0]
-    assert pareto(group_rows(rows), zoom=True) is None
-
-
 def test_a_recipe_that_diverged_on_a_seed_is_missed():
-    records = runs("bf16") + runs("tensor")
-    records[4]["results"][0] |= {"nll": None, "perplexity": None}
-    text, _ = mor_page(records + records[:1], [])
-    assert "| – | – | – | missed, seed 1: loss is not finite |" in text
-    assert "| bf16 | 0, 1, 2 |" in text  # the record that stands twice counts once
+    bf16 = runs("bf16", *BF16)
+    content, _ = mor_page([*bf16, *runs("tensor", 5.6, None, 5.7), bf16[0]], [])
+    assert "| – | – | – | missed, seed 1: loss is not finite |" in content
+    assert "| bf16 | 0, 1, 2 |" in content  # the record that stands twice counts once
 
 
 def test_training_page_pools_seeds_and_splits_settings():
-    records = runs("bf16") + runs("tensor")
-    text, pictures = mor_page(records, [])
-    assert (
-        "| tensor | 0, 1, 2 | 5.655 ± 0.031 | 5.641 | +0.25 |" in text
-        and "mor_loss.png" in pictures
-    )
-    assert "Learning rates" not in text
-    assert "| tensor | 100.00: met | 100.00: met | 92.42: missed |" in text
-    other = copy.deepcopy(records)
-    for record in other:
-        record["requested"]["train"]["lr"] = 5e-4
-        if record["results"][0]["label"] == "tensor":
-            record["results"][0]["nll"] += 1
-    text, _ = mor_page(records + other, [])
-    assert "### Learning rates and batch sizes" in text and "| 0.0005 | 32 | 388 |" in text
-    assert " %: missed" in text and " %: met" in text
+    both = [*runs("bf16", *BF16), *runs("tensor", 5.61, 5.65, 5.69)]
+    content, pictures = mor_page(both, [])
+    assert "| tensor | 0, 1, 2 | 5.650 ± 0.040 | 5.640 | +0.18 |" in content
+    assert list(pictures) == ["mor_loss.png"] and "Learning rates" not in content
+    first = content.split("\n\n")[1]
+    assert "1 of 1 recipes end within the tolerance" in first and "100 to 100 %" in first
+    other = trained(training_row("bf16", 5.6), training_row("tensor", 6.6), lr=5e-4)
+    content, _ = mor_page([*both, other], [])
+    assert "### Learning rates and batch sizes" in content and "| 0.0005 | 32 | 300 |" in content
+    assert "+17.86 %: missed, one seed" in content and "+0.18 %: met" in content
 
 
 def test_a_recipe_is_compared_on_the_seeds_that_both_have():
-    bf16, tensor = runs("bf16"), read("mor_tensor_1")
-    text, _ = mor_page([*bf16, *tensor], [])
-    base, row = bf16[1]["results"][0], tensor[0]["results"][0]
-    assert f"{100 * (row['nll'] / base['nll'] - 1):+.2f}" in text
+    lone = trained(training_row("tensor", 5.7, 1))
+    content, _ = mor_page([*runs("bf16", *BF16), lone], [])
+    assert f"{100 * (5.7 / 5.64 - 1):+.2f}" in content
 
 
 def test_outlier_run_names_what_fell_back():
@@ -314,28 +431,51 @@ def test_outlier_run_names_what_fell_back():
     digits = fallback_digits(layers, log)
     assert digits["shares"] == {layers[0]: {OPERANDS[0]: "1" * 6 + "9" * 4}}
     assert digits_log(digits)[9]["elements_bf16"][0][0] == 1.0
-    assert fell_back({"fallback_digits": digits}, 6) == {OPERANDS[0]: [layers[0]]}
-    record = read("mor_tensor_0")[0]
-    record["requested"]["train"]["outlier"]["step"] = 250
-    record["results"][0]["fallback_digits"] = digits
-    text, pictures = mor_page([record], [])
-    assert "times 2^17 before step 250" in text and "mor_outlier_tensor.png" in pictures
-    before = record["results"][0]["loss_curve"]["validation"]["loss"][1]
-    assert f"| tensor | 0 | {before:.3f} |" in text
+    assert fell_back(digits, 6) == {OPERANDS[0]: [layers[0]]}
+    late = digits | {"step": [30 * s for s in digits["step"]]}
+    row = training_row("tensor", fallback_digits=late)
+    content, pictures = mor_page([trained(row, outlier_step=180)], [])
+    assert (
+        "times 2^17 before step 180" in content and list(pictures)[-1] == "mor_outlier_tensor.png"
+    )
+    name = OPERANDS[0].replace("_", " ")
+    assert f"| tensor | 0 | 9.000 | 5.600 | – | {name}: {layers[0]} |" in content
 
 
-def test_safety_net_page_has_limits_and_a_curve():
-    record = read("mor_safety_net")[0]
-    text, _ = mor_page([], [record])
-    assert "missed" not in text
-    record["outliers"]["with"] = 2 * record["outliers"]["clean"]
-    point = {"perplexity": 40.0, "element_bits": 5.0, "weight_element_bits": 5.0,
-             "input_element_bits": 5.0}  # fmt: skip
-    record["curve"] = [
-        point | {"label": "net", "fallback_rate": 0.1}, point | {"label": "mxfp6", "element_bits": 6.0},
-    ]  # fmt: skip
-    text, pictures = mor_page([], [record])
-    assert text.count("missed") == 1 and "mor_safety.png" in pictures
+def net_record(**fields: object) -> dict:
+    report = {"fallback_rate": 0.01, "effective_element_bits": 5.2}
+    hurt = {
+        "layers": [3], "channels": 32, "full_precision": 21.0, "full_precision_with_outliers": 21.0,
+        "clean": 28.0, "without": 49.0, "with": 28.2, "report": report, "fell_back": {"a": {}},
+    }  # fmt: skip
+    point = {"weight_element_bits": 5.0, "input_element_bits": 5.0, "fallback_rate": None}
+    return {
+        "schema": "mor.safety_net/1", "model": {"id": "m"}, "assignment": "x", "search": "differentiable",
+        "format": None, "margin": 1.25, "device": "d", "window": 8, "tokens": 64,
+        "clean": {"full_precision": 21.0, "without": 28.0, "with": 28.14, "report": report},
+        "outliers": hurt,
+        "curve": [
+            point | {"search": None, "format": "mxfp4", "threshold": 0.25, "fallback_rate": 0.5,
+                     "perplexity": 35.0, "element_bits": 15.0},
+            point | {"search": "kl_per_bit", "format": None, "threshold": None, "perplexity": 33.0,
+                     "element_bits": 4.5},
+        ],
+    } | fields  # fmt: skip
+
+
+def test_safety_net_page_says_what_the_net_costs_and_saves():
+    content, pictures = mor_page([], [net_record()])
+    first = content.split("\n\n")[1]
+    assert (
+        "by +0.50 % (1.00 % of the tensors fall back)" in first
+        and "at 28.20, which is 49.00" in first
+    )
+    assert "| with the net | 28.20 | 1.007 |" in content
+    assert "| mxfp4 with net, threshold 0.25 | 35.00 | 15.000 | 5.000 | 5.000 | 50.0 |" in content
+    assert "35.00 at 15.0 effective bits, is above that of kl_per_bit at 4.5 bits, 33.00" in content
+    labels = [t.get_text() for t in pictures["mor_safety.png"].axes[0].get_legend().get_texts()]
+    assert labels == ["mxfp4 with net", "kl_per_bit", "dMX with net, clean text", "bf16 21.00"]
+    assert mor_page([], [net_record(curve=None, outliers=None)])[1] == {}
 
 
 def test_loss_curve_is_thin_and_keeps_the_last_step(tmp_path):
@@ -346,81 +486,3 @@ def test_loss_curve_is_thin_and_keeps_the_last_step(tmp_path):
     assert len(curve["train"]["step"]) == len(curve["train"]["loss"]) == 200
     assert curve["train"]["step"][-1] == 499
     assert curve["validation"] == {"step": [0, 1, 2], "loss": [0.0, None, 2.0]}
-
-
-def at_five_bits(**changes: object) -> dict:
-    """One seed on the test text: bf16, and kl_per_bit, fisher and dMX at 5 bits."""
-    record, other = read("quality_test_none_50_0", "quality_test_pol_50_0")
-    record["requested"]["search"] |= changes
-    rows = [r for r in other["results"] if r["label"] == "bf16"]
-    rows += [r for r in record["results"] if not r["rounding"]]
-    record["results"] = [row | {"zero_shot": None} for row in rows]
-    return record
-
-
-def answer(row: dict, **items: list[int]) -> None:
-    """The row has these items of each task right, 1, or wrong, 0."""
-    row["zero_shot"] = {
-        task: {"metric": "acc", "value": sum(found) / len(found), "stderr": 0.1,
-               "count": len(found), "items": found, "sha256": task}
-        for task, found in items.items()
-    }  # fmt: skip
-
-
-def test_tasks_are_compared_item_by_item_with_the_best_heuristic_and_bf16():
-    record = at_five_bits()
-    rows = {row["label"]: row for row in record["results"]}
-    answer(rows["bf16"], arc=[1, 1, 1, 1], piqa=[1, 0, 1, 1])
-    answer(rows["kl_per_bit"], arc=[1, 1, 1, 0], piqa=[1, 0, 0, 0])
-    answer(rows["dmx"], arc=[1, 1, 0, 0], piqa=[1, 0, 1, 0])
-    _, _, text = quality_page([record])[0].partition("## Zero-shot tasks")
-    assert "| arc, acc | piqa, acc | mean |" in text
-    assert "| – | bf16 | – | 1 | 100.0 | 75.0 | 87.5 |" in text
-    dmx = "| none | dMX | ≤ 5 | 1 |"
-    assert f"{dmx} 50.0 | 50.0 | 50.0 |" in text and "| none | fisher | ≤ 5 | 1 |" not in text
-    # One of four items is exactly one standard error: not bold.
-    assert f"{dmx} kl_per_bit | -25.0 ± 25.0 | +25.0 ± 25.0 | +0.0 ± 17.7 |" in text
-    assert f"{dmx} bf16 | *-50.0 ± 28.9* | -25.0 ± 25.0 | *-37.5 ± 19.1* |" in text
-    del rows["dmx"]["zero_shot"]["piqa"]
-    text, _ = quality_page([record])
-    assert f"{dmx} 50.0 | – | – |" in text and f"{dmx} bf16 | *-50.0 ± 28.9* | – | – |" in text
-    answer(rows["fisher"], arc=[0, 0, 0, 0])
-    # Where the best by perplexity was not asked, no other stands in.
-    rows["kl_per_bit"]["zero_shot"] = None
-    assert f"{dmx} fisher |" not in quality_page([record])[0]
-    record["results"] = [rows["bf16"], rows["dmx"]]  # no heuristic, as with learned rotations
-    assert f"{dmx} bf16 | *-50.0 ± 28.9* |" in quality_page([record])[0]
-    for row in rows.values():
-        row["zero_shot"] = None
-    assert "Zero-shot tasks" not in quality_page([record])[0]
-
-
-def test_fused_units_stand_apart_and_are_compared_with_layers():
-    layer, fused = at_five_bits(), at_five_bits(units="fused")
-    for row in fused["results"]:
-        if row["search"]:
-            row["perplexity"] *= 1.02
-    text, _ = quality_page([layer, fused])
-    _, _, table = text.partition("## Fused units against layer units")
-    assert "| none, fused units | dMX | ≤ 5 | 28.60 (1) | 28.04 (1) | +2.00 ± 0.00 |" in table
-    assert (
-        "| none, fused units | kl_per_bit | ≤ 5 | 28.83 (1) | 28.26 (1) | +2.00 ± 0.00 |" in table
-    )
-    assert ", W+A, fused units: transform none" in text
-    assert "bf16 21.64, bf16" not in text  # units mean nothing to bf16
-    assert "| none | nearest | dMX | 28.04 (1) |" in text  # the glance is of layers
-    for alone in (layer, fused):
-        assert "## Fused units" not in quality_page([alone])[0]
-
-
-def test_rows_that_records_measured_alike_count_once_with_their_tasks():
-    plain, asked, other = at_five_bits(), at_five_bits(), at_five_bits()
-    for row in asked["results"]:
-        answer(row, arc=[1, 0])
-    for records in ([plain, asked], [asked, plain], [plain, asked, plain]):
-        groups = [group for found in pooled(records).values() for group in found]
-        assert sorted(g.label for g in groups) == ["bf16", "dMX", "fisher", "kl_per_bit"]
-        assert all(len(g.rows) == 1 and g.rows[0]["zero_shot"] for g in groups)
-    for row in other["results"]:
-        row["nll"] += 1e-6
-    assert {len(g.rows) for found in pooled([plain, other]).values() for g in found} == {2}
