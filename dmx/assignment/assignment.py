@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from dmx.assignment.budget import Budget, SearchSpace
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import (
     ARTIFACTS,
@@ -30,6 +30,7 @@ from dmx.assignment.file import (
     read_body,
     used_rules,
 )
+from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import BIT_UNITS, OPERANDS, BlockFormat, Operand, ScaleRule, get_block_format

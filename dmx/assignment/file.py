@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dmx.assignment.budget import Units
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import Units
 from dmx.errors import AssignmentError, FormatError
 from dmx.formats import (
     BIT_UNITS,

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import get_args
 
-from dmx.assignment.budget import Operands, Units, Weighting
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import Choices, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
@@ -39,7 +39,7 @@ class SearchConfig:
     """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
     units: Units = "fused"
     """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
-    operands: Operands = "joint"
+    operands: Choices = "joint"
     """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
     both count in the budget."""
     weighting: Weighting = "elements"
@@ -125,7 +125,7 @@ class SearchConfig:
         check_choice(self.name, SEARCHES, "search.name")
         get_family(self.family)
         check_choice(self.units, get_args(Units), "search.units")
-        check_choice(self.operands, get_args(Operands), "search.operands")
+        check_choice(self.operands, get_args(Choices), "search.operands")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
         check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")

@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dmx.assignment.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
+from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
 from dmx.errors import ModelError, RunError
 from dmx.files import write_atomic, write_text

@@ -8,8 +8,9 @@ import pytest
 import dmx
 from dmx.applying.layers import quantized_layers
 from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
-from dmx.assignment.budget import Budget, build_space
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError, RunError
 from dmx.formats import get_block_format, get_family
 from dmx.models.identity import architecture_sha256
@@ -80,7 +81,7 @@ def test_tied_embeddings_count_once_in_the_whole_model(make_tiny):
 @pytest.mark.parametrize("weighting", ["elements", "layers"])
 def test_either_weighting_survives_a_round_trip(weighting, operands, tiny_random, tmp_path):
     fixed = {"*.0.mlp.down_proj": "mxfp8"}
-    assignment = made(tiny_random.model, weighting=weighting, fixed=fixed, operands=operands)
+    assignment = made(tiny_random.model, weighting=weighting, fixed=fixed, choices=operands)
     assert Assignment.load(assignment.save(tmp_path / "a.json")) == assignment
 
 
@@ -94,7 +95,7 @@ def test_shared_weights_survive_a_round_trip(tiny_random, tmp_path):
 def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tiny_random, tmp_path):
     model = tiny_random.model
     low = made(model, choice=(0,))
-    apart = made(model, operands="separate", fixed={"*.0.mlp.down_proj": "mxfp8"}, units="layer")
+    apart = made(model, choices="separate", fixed={"*.0.mlp.down_proj": "mxfp8"}, units="layer")
     searched = [k for k in apart.formats if k != "model.layers.0.mlp.down_proj"]
     assert {apart.formats[k] for k in searched} == {"mxfp4"}  # every weight 0, every input 1
     assert {apart.input_formats[k] for k in searched} == {"mxfp6_e2m3"} and len(apart.unequal) == 13
@@ -113,7 +114,7 @@ def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tin
 
 def test_equal_operands_are_not_named_apart_and_have_the_bits_of_the_joint_choice(tiny_random):
     joint = made(tiny_random.model)
-    apart = made(tiny_random.model, choice=(0, 0, 1, 1), operands="separate")
+    apart = made(tiny_random.model, choice=(0, 0, 1, 1), choices="separate")
     assert apart.input_formats is None and not apart.unequal
     assert (apart.formats, apart.bits) == (joint.formats, joint.bits)
 

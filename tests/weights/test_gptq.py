@@ -20,7 +20,7 @@ import mor
 from dmx.applying.layers import quantized_layers
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
@@ -332,9 +332,7 @@ def test_layers_of_one_input_and_several_formats_share_its_hessian(tiny_random):
 def test_layers_of_one_input_in_several_formats_have_hessians_of_their_own(tiny_random):
     """Weights are rounded against the inputs that they will meet."""
     model = tiny_random.model
-    space = build_space(
-        model, get_family("mxfp6_mxfp4").formats, units="layer", operands="separate"
-    )
+    space = build_space(model, get_family("mxfp6_mxfp4").formats, units="layer", choices="separate")
     only_q_high = [int(u.name.endswith("q_proj:input")) for u in space.units]
     assignment = make_assignment(space, only_q_high, model)
     seen = []
