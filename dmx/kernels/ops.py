@@ -149,6 +149,29 @@ def fake_quant(
 
 
 @torch.no_grad()
+def fake_quant_to(
+    x: Tensor, out: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule = "floor"
+) -> Tensor:
+    """`fake_quant` of x along the last axis, converted to the dtype of `out` as it is written there.
+
+    Args:
+        x, out: fp32, bf16 or fp16, of one shape and device, both contiguous.
+    """
+    block_format, axis = _checked(x, block_format, -1, scale_rule)
+    check_input(out)
+    if out.shape != x.shape or out.device != x.device:
+        raise ValueError(
+            f"out must have the shape and device of x: {tuple(x.shape)} {x.device}, got "
+            f"{tuple(out.shape)} {out.device}"
+        )
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError("x and out must be contiguous")
+    if choose_backend(x.device) == "triton":
+        return _triton_mx().fake_quant_to(x, out, block_format, scale_rule)
+    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=scale_rule))
+
+
+@torch.no_grad()
 def quantize(
     x: Tensor, block_format: str | BlockFormat, *, axis: int = -1, scale_rule: ScaleRule = "floor"
 ) -> MXTensor:

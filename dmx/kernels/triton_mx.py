@@ -147,26 +147,34 @@ def fake_quant(
 
     The last axis is fast; another axis, or a tensor with gaps, goes through a contiguous copy.
     """
-    element = block_format.element
-    assert element is not None
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
-    _rows, n, n_blocks = rows_of(last)
+    fake_quant_to(last, target, block_format, scale_rule)
+    if direct:
+        return target
+    result = target.movedim(-1, axis)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def fake_quant_to(
+    x: Tensor, out: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+) -> Tensor:
+    """See `ops.fake_quant_to`; arguments are checked by the door."""
+    element = block_format.element
+    assert element is not None
+    _rows, n, n_blocks = rows_of(x)
     if n_blocks:
         blocks, warps = FAKE_QUANT_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _fake_quant_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last, target, n, n_blocks,
+                x, out, n, n_blocks,
                 EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits,
                 MAX_NORMAL=element.max_normal, TOP_MANTISSA=top_mantissa(element),
                 RULE=scale_rule, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
                 num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
-    if direct:
-        return target
-    result = target.movedim(-1, axis)
-    return result.contiguous() if out is None else out.copy_(result)
+    return out
 
 
 def _launch_quantize(

@@ -31,7 +31,6 @@ Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Chole
 the second quantization and the correction for inputs are ours.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -50,15 +49,15 @@ from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError, RunError
-from dmx.files import sha256, write_atomic
+from dmx.files import write_atomic
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
-from dmx.models.identity import model_fingerprint
 from dmx.models.replay import PrefixReplay, decoder_blocks
 from dmx.models.running import evaluating, model_logits
 from dmx.numerics import amax_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 from dmx.progress import progress
+from dmx.weights.identity import weights_fingerprint
 
 ROUNDINGS = ("nearest", "gptq")
 STATE_FOLDER = "rounding_state"
@@ -571,7 +570,7 @@ def gptq(
         "tokens": sum(b.numel() for b in listed), "batches": len(listed),
         "batches_sha256": batches_sha256(listed),
     }  # fmt: skip
-    fingerprint = _fingerprint(model, assignment, facts)
+    fingerprint = weights_fingerprint(model, assignment, facts)
     where = None if folder is None else Path(folder)
     device = next(model.parameters()).device
     # Whatever mode the caller is in, as for `search`.
@@ -598,15 +597,3 @@ def _check_no_shared_weights(model: nn.Module) -> None:
                 f"{owner} and {name} share one weight, which gptq would round twice. Leave them in "
                 "BF16 (search.exclude), or use rounding=nearest."
             )
-
-
-def _fingerprint(model: nn.Module, assignment: Assignment, facts: dict[str, Any]) -> str:
-    """Hash of everything that the numbers depend on, but for the machine."""
-    body = {
-        "facts": facts, "formats": dict(assignment.formats),
-        "input_formats": assignment.input_formats and dict(assignment.input_formats),
-        "scale_rules": {k: dict(v) for k, v in assignment.scale_rules.items()},
-        "transform": assignment.transform and dict(assignment.transform),
-        **model_fingerprint(model),
-    }  # fmt: skip
-    return sha256(json.dumps(body, sort_keys=True).encode())
