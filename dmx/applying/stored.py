@@ -31,7 +31,8 @@ SAMPLES_MAY_DIFFER = 2.0**-8
 _PARTS = ("codes", "scales", "sample")
 
 
-def _sample(weight: Tensor) -> Tensor:
+def sample_of(weight: Tensor) -> Tensor:
+    """Up to 64 elements of a weight, float32 on the CPU."""
     flat = weight.detach().flatten()
     return flat[:: max(1, flat.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].float().cpu()
 
@@ -60,7 +61,7 @@ class StoredWeight:
         """
         padded = F.pad(rounded, (0, -rounded.shape[1] % BLOCK_SIZE))
         codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
-        return cls(block_format, codes, scales, _sample(weight))
+        return cls(block_format, codes, scales, sample_of(weight))
 
     @cached_property
     def digest(self) -> str:
@@ -78,8 +79,8 @@ class StoredWeight:
 
     def check(self, weight: Tensor, layer: str) -> None:
         """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype."""
-        difference = float((_sample(weight) - self.sample).norm() / self.sample.norm())
-        if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(_sample(weight), self.sample):
+        difference = float((sample_of(weight) - self.sample).norm() / self.sample.norm())
+        if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(sample_of(weight), self.sample):
             raise AssignmentError(
                 f"the assignment's weights were made from other weights: {layer} differs by "
                 f"{difference:.2%} from the weight that was rounded. Load the model that was "
