@@ -88,20 +88,35 @@ class StoredWeight:
             )
 
 
-def to_bytes(weights: Mapping[str, StoredWeight], fingerprint: str) -> bytes:
-    """Content of the file; equal weights and fingerprints give equal bytes."""
-    tensors = {
+def to_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
+    """The tensors of the file, on the CPU."""
+    return {
         f"{layer}.{part}": getattr(stored, part).cpu().contiguous()
         for layer, stored in weights.items()
         for part in _PARTS
     }
-    return save(tensors, {"fingerprint": fingerprint})
+
+
+def to_bytes(weights: Mapping[str, StoredWeight], fingerprint: str) -> bytes:
+    """Content of the file; equal weights and fingerprints give equal bytes."""
+    return save(to_tensors(weights), {"fingerprint": fingerprint})
 
 
 def from_bytes(
     content: bytes, formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, StoredWeight]:
-    """Inverse of `to_bytes`.
+    """Inverse of `to_bytes`; arguments and errors: see `from_tensors`."""
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise _refuse(f"is damaged ({error})") from error
+    return from_tensors(tensors, formats, shapes)
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor], formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, StoredWeight]:
+    """Inverse of `to_tensors`.
 
     Args:
         formats, shapes: of the layers that must be there; those in bf16 are not.
@@ -109,34 +124,31 @@ def from_bytes(
     Raises:
         AssignmentError: the file is damaged, or holds other layers, formats or shapes.
     """
-
-    def refuse(why: str) -> AssignmentError:
-        return AssignmentError(
-            f"the file of the assignment's weights {why}. Copy it again from where the assignment "
-            "came, or round again."
-        )
-
-    try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise refuse(f"is damaged ({error})") from error
-    found: dict[str, StoredWeight] = {}
+    left = dict(tensors)
+    weights: dict[str, StoredWeight] = {}
     for layer, name in formats.items():
         block_format = get_block_format(name)
         if block_format.element is None:
             continue
-        parts = {part: tensors.pop(f"{layer}.{part}", None) for part in _PARTS}
+        parts = {part: left.pop(f"{layer}.{part}", None) for part in _PARTS}
         codes, scales, sample = parts["codes"], parts["scales"], parts["sample"]
         if codes is None or scales is None or sample is None:
-            raise refuse(f"lacks {layer}")
+            raise _refuse(f"lacks {layer}")
         out, into = shapes[layer]
         blocks = -(-into // BLOCK_SIZE)
         expected = (out, blocks * BLOCK_SIZE * block_format.element.bits // 8)
         if tuple(codes.shape) != expected or tuple(scales.shape) != (out, blocks):
-            raise refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
+            raise _refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
-            raise refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
-        found[layer] = StoredWeight(block_format, codes, scales, sample)
-    if tensors:
-        raise refuse(f"holds {next(iter(tensors))}, which is no part of the assignment")
-    return found
+            raise _refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
+        weights[layer] = StoredWeight(block_format, codes, scales, sample)
+    if left:
+        raise _refuse(f"holds {next(iter(left))}, which is no part of the assignment")
+    return weights
+
+
+def _refuse(why: str) -> AssignmentError:
+    return AssignmentError(
+        f"the file of the assignment's weights {why}. Copy it again from where the assignment "
+        "came, or round again."
+    )

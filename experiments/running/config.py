@@ -25,7 +25,7 @@ from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
 from dmx.transforms.stage import TRANSFORMS
-from dmx.weights.gptq import ROUNDINGS, GptqConfig
+from dmx.weights.config import WEIGHTS, GptqConfig
 from experiments.reporting.results import HEURISTICS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -172,7 +172,7 @@ class SearchRun:
     run: RunConfig
 
     def __post_init__(self) -> None:
-        check_choice(self.rounding, ROUNDINGS, "rounding")
+        check_choice(self.rounding, WEIGHTS, "rounding")
         for name in self.baselines:
             check_choice(name, BASELINES, "baselines")
         if self.calibration.batches is not None:
@@ -216,7 +216,7 @@ class CompareRun:
         if not self.rounding:
             raise ConfigError("rounding is empty: rounding=[nearest], [gptq] or [nearest,gptq]")
         for name in self.rounding:
-            check_choice(name, ROUNDINGS, "rounding")
+            check_choice(name, WEIGHTS, "rounding")
         for name in self.searches:
             if setting := _SETTINGS_OF.get(name):
                 raise ConfigError(f"searches={name!r} names settings, not a search: {setting}")

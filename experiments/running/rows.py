@@ -22,7 +22,8 @@ from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
-from dmx.weights.gptq import GptqConfig, gptq
+from dmx.weights.config import GptqConfig
+from dmx.weights.gptq import gptq
 from experiments.reporting.maps import format_counts
 from experiments.running.config import POLISH, CalibrationConfig, EvalConfig, EvaluationConfig
 from experiments.running.run import Run, tokens_sha256
