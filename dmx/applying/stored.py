@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dmx.errors import AssignmentError
 from dmx.files import sha256
-from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule, get_block_format
+from dmx.formats import BlockFormat, ScaleRule, get_format
 from dmx.kernels import ops
 from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import unpack_codes
@@ -59,7 +59,7 @@ class StoredWeight:
             rounded: (out, in) float32, values that the format holds under the rule.
             weight: (out, in), what it was rounded from.
         """
-        padded = F.pad(rounded, (0, -rounded.shape[1] % BLOCK_SIZE))
+        padded = F.pad(rounded, (0, -rounded.shape[1] % block_format.block_size))
         codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
         return cls(block_format, codes, scales, sample_of(weight))
 
@@ -72,7 +72,6 @@ class StoredWeight:
         """The stored weight in the shape and dtype of x, and on its device."""
         if self.codes.device != x.device:
             self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
-        assert self.block_format.element is not None
         codes = unpack_codes(self.codes, self.block_format.element.bits)
         whole = MXTensor(codes, self.scales, self.block_format, -1, x.dtype).dequantize()
         return whole[:, : x.shape[1]].contiguous()
@@ -127,16 +126,16 @@ def from_tensors(
     left = dict(tensors)
     weights: dict[str, StoredWeight] = {}
     for layer, name in formats.items():
-        block_format = get_block_format(name)
-        if block_format.element is None:
+        block_format = get_format(name)
+        if not isinstance(block_format, BlockFormat):
             continue
         parts = {part: left.pop(f"{layer}.{part}", None) for part in _PARTS}
         codes, scales, sample = parts["codes"], parts["scales"], parts["sample"]
         if codes is None or scales is None or sample is None:
             raise _refuse(f"lacks {layer}")
         out, into = shapes[layer]
-        blocks = -(-into // BLOCK_SIZE)
-        expected = (out, blocks * BLOCK_SIZE * block_format.element.bits // 8)
+        blocks = block_format.blocks(into)
+        expected = (out, blocks * block_format.block_size * block_format.element.bits // 8)
         if tuple(codes.shape) != expected or tuple(scales.shape) != (out, blocks):
             raise _refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:

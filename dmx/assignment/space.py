@@ -29,8 +29,9 @@ from dmx.formats import (
     BitUnit,
     BlockFormat,
     Operand,
+    Unquantized,
     check_choice,
-    get_block_format,
+    get_format,
 )
 from dmx.models.linears import fused_group, linear_layers, match_layers, own_elements
 
@@ -206,9 +207,7 @@ def build_space(
     linears = linear_layers(model)
     names = list(linears)
     excluded = match_layers(exclude, names, "search.exclude")
-    fixed_patterns = {
-        k: get_block_format(v, setting="search.fixed") for k, v in (fixed or {}).items()
-    }
+    fixed_patterns = {k: get_format(v, setting="search.fixed") for k, v in (fixed or {}).items()}
     fixed_by = match_layers(fixed_patterns, names, "search.fixed")
     output = _output_layer(model)
 
@@ -220,7 +219,7 @@ def build_space(
         asked = fixed_patterns[fixed_by[name]] if name in fixed_by else None
         if linear is output and not include_lm_head and asked is None:
             keep = True
-        if keep or (asked is not None and asked.element is None):
+        if keep or isinstance(asked, Unquantized):
             unquantized.append(name)
         elif asked is not None:
             fixed_formats[name] = asked

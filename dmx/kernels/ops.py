@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dmx import numerics
 from dmx.errors import RunError
-from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_mx_format
+from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_block_format
 from dmx.kernels import cpu
 from dmx.numerics.continuous import N_PATH_PARAMETERS
 from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
@@ -122,7 +122,7 @@ def _triton_loss() -> ModuleType:
 def _checked(
     x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
 ) -> tuple[BlockFormat, int]:
-    block_format = get_mx_format(block_format)
+    block_format = get_block_format(block_format)
     check_choice(scale_rule, SCALE_RULES, "scale_rule")
     check_input(x)
     return block_format, check_axis(x, axis)
@@ -200,7 +200,6 @@ def quantize_packed(
         As `quantize`; ValueError when n does not fill whole groups of 2 (4 bits) or 4 (6 bits).
     """
     block_format, _axis = _checked(x, block_format, -1, scale_rule)
-    assert block_format.element is not None
     check_packable(x.shape[-1], block_format.element.bits)
     backend = choose_backend(x.device)
     if backend == "cpp":

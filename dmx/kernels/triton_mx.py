@@ -136,8 +136,7 @@ def _quantize_kernel(
 
 def top_mantissa(element: ElementFormat) -> int:
     """Mantissa bits of max_normal as in float32."""
-    bits = torch.tensor(element.max_normal, dtype=torch.float32).view(torch.int32)
-    return int(bits) & 0x7FFFFF
+    return element.max_mantissa << (23 - element.mantissa_bits)
 
 
 def fake_quant(
@@ -184,15 +183,13 @@ def _launch_quantize(
     _rows, n, n_blocks = rows_of(last)
     if not n_blocks:
         return
-    specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
     blocks, warps = QUANTIZE_TILE[last.element_size()]
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     with torch.cuda.device(last.device):
         _quantize_kernel[(triton.cdiv(n_blocks, blocks),)](
             last, codes, scale_codes, n, n_blocks,
             EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
-            MAX_CODE=2 ** (element.bits - 1) - 1 - specials,
-            NAN_CODE=0 if element.specials == "none" else element.nan_code,
+            MAX_CODE=element.max_code, NAN_CODE=element.nan_block_code,
             TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed,
             RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, **options,
         )  # fmt: skip
@@ -205,7 +202,6 @@ def _empty_scales(last: Tensor) -> Tensor:
 
 def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
-    assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
     codes = torch.empty(last.shape, dtype=torch.uint8, device=x.device)
     scale_codes = _empty_scales(last)
@@ -219,7 +215,6 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes and scales along the last axis; arguments are checked by the door."""
     element = block_format.element
-    assert element is not None
     last = x.contiguous()
     if last.shape[-1] % BLOCK_SIZE:
         # Rows that end within a word: the codes are packed in a second step.

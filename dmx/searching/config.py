@@ -9,13 +9,14 @@ from dmx.assignment.space import Choices, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
+    BF16,
     FAMILIES,
     SCALE_RULES,
     Family,
     ScaleRule,
     check_choice,
-    get_block_format,
     get_family,
+    get_format,
 )
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
@@ -241,8 +242,8 @@ class SearchConfig:
                     f"search.operands=joint, {family}or search.target=any."
                 )
         for pattern, name in self.fixed.items():
-            fixed = get_block_format(name, setting=f"search.fixed[{pattern!r}]")
-            if fixed.element is not None and fixed.name not in target.formats:
+            fixed = get_format(name, setting=f"search.fixed[{pattern!r}]")
+            if fixed is not BF16 and fixed.name not in target.formats:
                 raise FormatError(
                     f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."

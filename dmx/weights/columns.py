@@ -133,7 +133,6 @@ def round_weight(
         (out, in) float32, values of the format; `fake_quant` by it and the rule gives the same.
     """
     element = block_format.element
-    assert element is not None
     free = weight.detach().float().T.contiguous()  # (in, out): a column of the weight is a row
     rounded, columns = torch.empty_like(free), len(free)
     for start in range(0, columns, LAZY_COLUMNS):

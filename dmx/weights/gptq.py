@@ -96,6 +96,7 @@ class _Rounding:
         states: _States,
     ) -> None:
         self.traversal, self.assignment, self.states = traversal, assignment, states
+        self.formats = assignment.block_formats("weight")
         self.damping, self.correct_inputs = damping, correct_inputs
         on_gpu = next(traversal.model.parameters()).device.type == "cuda"
         self.round_columns: RoundColumns = GraphedColumns() if on_gpu else round_columns
@@ -106,7 +107,7 @@ class _Rounding:
         factor = inverse_factor(seen.hessian, self.damping)
         by_format: dict[BlockFormat, list[str]] = {}
         for name in names:
-            by_format.setdefault(self.assignment.block_format(name), []).append(name)
+            by_format.setdefault(self.formats[name], []).append(name)
         for block_format, together in by_format.items():
             rule = self.assignment.rule("weight", block_format)
             weights = [part[name].weight.detach() for name in together]

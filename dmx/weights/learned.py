@@ -494,8 +494,7 @@ def _store(
 ) -> dict[str, StoredWeight]:
     """layer -> its learned weight as the format holds it, in the assignment's order."""
     stored = {}
-    for name in assignment.quantized:
-        block_format = assignment.block_format(name)
+    for name, block_format in assignment.block_formats("weight").items():
         rule = assignment.rule("weight", block_format)
         rounded = ops.fake_quant(masters.master(name).float(), block_format, scale_rule=rule)
         stored[name] = StoredWeight.of(rounded, rounded, block_format, rule)

@@ -56,11 +56,10 @@ class Masters:
     def __init__(
         self, weights: Mapping[str, Tensor], assignment: Assignment, dtype: torch.dtype
     ) -> None:
-        def kind(name: str) -> tuple[BlockFormat, ScaleRule]:
-            block_format = assignment.block_format(name)
-            return block_format, assignment.rule("weight", block_format)
-
-        kinds = {name: kind(name) for name in weights}
+        formats = assignment.block_formats("weight")
+        kinds = {
+            name: (formats[name], assignment.rule("weight", formats[name])) for name in weights
+        }
         in_order = sorted(weights, key=lambda name: (kinds[name][0].name, kinds[name][1]))
         self.places: dict[str, tuple[int, tuple[int, int]]] = {}
         self.segments: list[Segment] = []
@@ -230,15 +229,18 @@ def learning_model(
 ) -> Iterator[Bank]:
     """The model with the layers of `masters` under a bank; all Parameters frozen, undone after."""
     bank = Bank()
+    input_formats = assignment.block_formats("input") if inputs else {}
 
     def make(name: str, linear: nn.Linear) -> nn.Linear | None:
         if name not in masters.places:
             return None
         layer = adopt(LearningLinear, linear)
-        block_format = assignment.input_format(name)
-        rule = assignment.rule("input", block_format)
-        is_quantized = inputs and block_format.element is not None
-        layer.input_quantizer = BlockQuantizer(block_format, rule) if is_quantized else None
+        block_format = input_formats.get(name)
+        layer.input_quantizer = (
+            BlockQuantizer(block_format, assignment.rule("input", block_format))
+            if block_format is not None
+            else None
+        )
         layer.bank, layer.rotation = bank, rotations[name]
         layer.quantized, layer.place = masters.views(name)
         return layer

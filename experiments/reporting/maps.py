@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dmx.formats import BLOCK_FORMATS
+from dmx.formats import FORMATS
 from experiments.reporting.html import Html, el, scroll_table
 from experiments.reporting.plots import FORMAT_COLOURS, UNKNOWN_COLOUR
 from experiments.reporting.results import Group, budget_text
@@ -164,7 +164,7 @@ def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
     """projection -> share of its operands, by weights, above the assignment's smallest format, 0 to
     1."""
     bits = [
-        {k: BLOCK_FORMATS[f].element_bits for k, f in formats.items()}
+        {k: FORMATS[f].element_bits for k, f in formats.items()}
         for formats in operand_formats(assignment).values()
     ]
     low = min(min(of.values()) for of in bits)

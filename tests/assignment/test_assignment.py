@@ -12,7 +12,7 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError, RunError
-from dmx.formats import get_block_format, get_family
+from dmx.formats import get_family, get_format
 from dmx.models.identity import architecture_sha256
 
 
@@ -55,9 +55,7 @@ def test_the_file_has_the_keys_of_the_schema_in_order(body, tiny_random):
 def test_stated_bits_are_the_average_of_the_formats_and_of_the_whole_model(assignment, tiny_random):
     model = tiny_random.model
     sizes = {k: a * b for k, (a, b) in assignment.shapes.items()}
-    bits = {
-        k: sizes[k] * get_block_format(f).bits_per_element for k, f in assignment.formats.items()
-    }
+    bits = {k: sizes[k] * get_format(f).bits_per_element for k, f in assignment.formats.items()}
     total = sum(p.numel() for p in model.parameters())
     stored, quantized = sum(bits.values()), sum(sizes.values())
     assert assignment.bits["bits_per_element"] == pytest.approx(stored / quantized, rel=1e-12)
@@ -166,7 +164,7 @@ def test_a_rule_is_that_of_the_operand_and_the_format_and_else_floor(tiny_random
     body["scale_rules"] = {"weight": {"mxfp4": "even"}, "input": {"mxfp6": "ceil"}}
     loaded = Assignment.from_dict(body)
     assert [
-        loaded.rule(operand, get_block_format(name))
+        loaded.rule(operand, get_format(name))
         for operand in ("weight", "input")
         for name in ("mxfp4", "mxfp6", "mxfp8")
     ] == ["even", "floor", "floor", "floor", "ceil", "floor"]

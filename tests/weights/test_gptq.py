@@ -294,9 +294,9 @@ def test_every_layer_is_rounded_on_what_its_product_sees(
         target = weight.float()
         if correct_inputs:
             target = corrected_weight(target, factor, crosses[id(layer)])
-        expected = round_weight(target, factor, assignment.block_format(name), "floor")
+        expected = round_weight(target, factor, assignment.format_of("weight", name), "floor")
         agree.append((layer.quantized_weight() == expected.to(weight.dtype)).float().mean())
-        nearest = fake_quant(weight, assignment.block_format(name))
+        nearest = fake_quant(weight, assignment.format_of("weight", name))
         assert not torch.equal(layer.quantized_weight(), nearest), name
         errors = [
             output_error(target, q.float(), hessians[id(layer)])
@@ -405,7 +405,8 @@ def test_saved_and_loaded_it_gives_the_same_logits(tiny_random, tmp_path):
     assert all(layer.weight_quantizer is None for layer in quantized_layers(model).values())
     dmx.restore(model)
     bits = sum(
-        loaded.block_format(n).bits_per_element * a * b for n, (a, b) in loaded.shapes.items()
+        loaded.format_of("weight", n).bits_per_element * a * b
+        for n, (a, b) in loaded.shapes.items()
     )
     size = (tmp_path / "weights.safetensors").stat().st_size
     assert bits / 8 < size < bits / 8 + 1000 * len(loaded.formats)
