@@ -161,7 +161,6 @@ def fake_quant_to(
 ) -> Tensor:
     """See `ops.fake_quant_to`; arguments are checked by the door."""
     element = block_format.element
-    assert element is not None
     _rows, n, n_blocks = rows_of(x)
     if n_blocks:
         blocks, warps = FAKE_QUANT_TILE[x.element_size()]
