@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from dmx.kernels.ops import quantize
     from dmx.searching import SearchConfig, SearchResult, search
     from dmx.weights.gptq import gptq
+    from dmx.weights.learned import LearnConfig, learn_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Assignment",
     "Budget",
+    "LearnConfig",
     "SearchConfig",
     "SearchResult",
     "apply",
@@ -33,6 +35,7 @@ __all__ = [
     "fake_quant",
     "gptq",
     "kl_divergence",
+    "learn_weights",
     "load_exported",
     "perplexity",
     "quantize",
@@ -53,6 +56,7 @@ _HOMES = {
     "kernels.ops": ("quantize",),
     "searching": ("SearchConfig", "SearchResult", "search"),
     "weights.gptq": ("gptq",),
+    "weights.learned": ("LearnConfig", "learn_weights"),
 }
 """Module -> its public names, as above; a test holds the two together."""
 _HOME_OF = {name: f"dmx.{module}" for module, names in _HOMES.items() for name in names}

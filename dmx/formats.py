@@ -1,8 +1,10 @@
 """Facts about number formats: what each one is. No tensors here.
 
-An *element format* says how one value is stored; a *block format* is an element format plus an
-8-bit power-of-two scale (E8M0) shared by 32 neighbours along the contraction axis. Every derived
-number (largest value, bias, bits) is computed from the bit fields, so there is one home for each.
+An *element format* says how one value is stored; a *block format* is an element format plus a
+scale that neighbours along the contraction axis share: in the MX formats 32 of them an 8-bit power
+of two (E8M0). Layers that stay in 16 bits have the format `bf16`, which is no block format. Every
+derived number (largest value, bias, bits, codes) is computed from the bit fields, so there is one
+home for each.
 
 Source: OCP Microscaling Formats (MX) v1.0, section 5 (formats) and 6.3 (shared scale).
 """
@@ -28,10 +30,8 @@ BitUnit = Literal["element_bits", "bits_per_element"]
 """element_bits: nominal 4/6/8. bits_per_element: scales included, equals exported bytes."""
 BIT_UNITS: tuple[BitUnit, ...] = get_args(BitUnit)
 
-SCALE_BITS = 8
-SCALE_BIAS = 127
-SCALE_NAN_CODE = 255
 BLOCK_SIZE = 32
+"""Of the MX formats."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,12 @@ class ElementFormat:
 
     @cached_property
     def bits(self) -> int:
+        """Sign, exponent and mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @cached_property
     def bias(self) -> int:
+        """Exponent field of the value 1."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @cached_property
@@ -67,22 +69,57 @@ class ElementFormat:
 
     @cached_property
     def max_normal(self) -> float:
-        # E4M3 gives its topmost mantissa to NaN.
-        top_mantissa = 2**self.mantissa_bits - 1 - (self.specials == "nan")
-        return float(2.0**self.emax * (1 + top_mantissa / 2**self.mantissa_bits))
+        """Largest finite value."""
+        return float(2.0**self.emax * (1 + self.max_mantissa / 2**self.mantissa_bits))
 
     @cached_property
     def min_normal(self) -> float:
+        """Smallest value with a mantissa of full length."""
         return float(2.0**self.emin)
 
     @cached_property
     def min_subnormal(self) -> float:
+        """Smallest value above 0."""
         return float(2.0 ** (self.emin - self.mantissa_bits))
+
+    # --- codes: right-aligned, the sign bit on top ---------------------------------------------
+
+    @cached_property
+    def n_codes(self) -> int:
+        """Codes that there are, those of the special values included."""
+        return 2**self.bits
+
+    @cached_property
+    def sign_code(self) -> int:
+        """The sign bit, which is also the number of magnitudes."""
+        return 2 ** (self.bits - 1)
+
+    @cached_property
+    def max_code(self) -> int:
+        """Code of `max_normal`: the magnitudes above it are special."""
+        specials = {"none": 0, "nan": 1, "ieee": 2**self.mantissa_bits}[self.specials]
+        return self.sign_code - 1 - specials
+
+    @cached_property
+    def max_mantissa(self) -> int:
+        """Mantissa field of `max_normal`; E4M3 gives its topmost one to NaN."""
+        return self.max_code % 2**self.mantissa_bits
+
+    @cached_property
+    def inf_code(self) -> int | None:
+        """Code of +Inf; None where there is none."""
+        return self.max_code + 1 if self.specials == "ieee" else None
 
     @cached_property
     def nan_code(self) -> int:
         """Code of +NaN; formats without NaN use 0xFF, which is no code of theirs."""
-        return 0xFF if self.specials == "none" else 2 ** (self.bits - 1) - 1
+        return 0xFF if self.specials == "none" else self.sign_code - 1
+
+    @cached_property
+    def nan_block_code(self) -> int:
+        """What the elements of a NaN block are stored as: NaN, or 0 where the format has none and
+        the block's scale code alone says it."""
+        return 0 if self.specials == "none" else self.nan_code
 
 
 E2M1 = ElementFormat("e2m1", 2, 1)
@@ -94,11 +131,30 @@ ELEMENT_FORMATS = {f.name: f for f in (E2M1, E2M3, E3M2, E4M3, E5M2)}
 
 
 @dataclass(frozen=True)
-class BlockFormat:
-    """What an assignment assigns to a layer. `element` is None for bf16, which is not quantized."""
+class ScaleFormat:
+    """How the scale of a block is stored."""
 
     name: str
-    element: ElementFormat | None
+    bits: int
+    bias: int
+    """Code of the scale 1; scales are powers of two, `2**(code - bias)`."""
+    nan_code: int
+    """Marks a block that is NaN as a whole."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+E8M0 = ScaleFormat("e8m0", 8, bias=127, nan_code=255)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements of one format, `block_size` of which share a scale along the contraction axis."""
+
+    name: str
+    element: ElementFormat
+    scale: ScaleFormat = E8M0
     block_size: int = BLOCK_SIZE
 
     def __str__(self) -> str:
@@ -107,17 +163,40 @@ class BlockFormat:
     @cached_property
     def element_bits(self) -> float:
         """Bits of one stored value, scale not counted (what the dMX paper counts)."""
-        return 16.0 if self.element is None else float(self.element.bits)
+        return float(self.element.bits)
 
     @cached_property
     def bits_per_element(self) -> float:
-        """Bits of one stored value with its share of the scale: 4.25, 6.25, 8.25; 16 for bf16."""
-        if self.element is None:
-            return 16.0
-        return self.element.bits + SCALE_BITS / self.block_size
+        """Bits of one stored value with its share of the scale: 4.25, 6.25, 8.25."""
+        return self.element.bits + self.scale.bits / self.block_size
 
     def bits(self, unit: BitUnit) -> float:
+        """Bits of one value in either unit."""
         return self.element_bits if unit == "element_bits" else self.bits_per_element
+
+    def blocks(self, n: int) -> int:
+        """Blocks that n values along the axis make; the last one may be short."""
+        return -(-n // self.block_size)
+
+
+@dataclass(frozen=True)
+class Unquantized:
+    """The format of layers that stay as they are, in 16 bits; there is nothing to quantize to."""
+
+    name: str
+    element_bits: float = 16.0
+    bits_per_element: float = 16.0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def bits(self, unit: BitUnit) -> float:
+        """16 in either unit: there are no scales."""
+        return self.element_bits if unit == "element_bits" else self.bits_per_element
+
+
+Format = BlockFormat | Unquantized
+"""What an assignment assigns to a layer."""
 
 
 MXFP4 = BlockFormat("mxfp4", E2M1)
@@ -125,10 +204,11 @@ MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3)
 MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2)
 MXFP8_E4M3 = BlockFormat("mxfp8_e4m3", E4M3)
 MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2)
-BF16 = BlockFormat("bf16", None)
+BF16 = Unquantized("bf16")
 
 MX_FORMATS = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2)
-BLOCK_FORMATS = {f.name: f for f in (*MX_FORMATS, BF16)}
+BLOCK_FORMATS = {f.name: f for f in MX_FORMATS}
+FORMATS: dict[str, Format] = {**BLOCK_FORMATS, BF16.name: BF16}
 ALIASES = {"mxfp4_e2m1": "mxfp4", "mxfp6": "mxfp6_e2m3", "mxfp8": "mxfp8_e4m3"}
 
 
@@ -167,36 +247,36 @@ def _nearest(name: str, known: list[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def get_block_format(name: "str | BlockFormat", *, setting: str = "block_format") -> BlockFormat:
-    """Block format by name or alias; the only lookup by string.
+def get_format(name: str | Format, *, setting: str = "format") -> Format:
+    """Format by name or alias, `bf16` included; the only lookup by string.
 
     Raises:
         FormatError: no such format; says the nearest name and all that exist.
     """
-    if isinstance(name, BlockFormat):
+    if isinstance(name, Format):
         return name
     key = ALIASES.get(name, name)
-    if key not in BLOCK_FORMATS:
-        known = [*BLOCK_FORMATS, *ALIASES]
+    if key not in FORMATS:
+        known = [*FORMATS, *ALIASES]
         raise FormatError(
             f"{setting}={name!r} is no block format.{_nearest(str(name), known)} "
             f"Allowed: {', '.join(known)}."
         )
-    return BLOCK_FORMATS[key]
+    return FORMATS[key]
 
 
-def get_mx_format(name: "str | BlockFormat", *, setting: str = "block_format") -> BlockFormat:
-    """As `get_block_format`, but refuses bf16, which has no quantizer."""
-    block_format = get_block_format(name, setting=setting)
-    if block_format.element is None:
+def get_block_format(name: str | Format, *, setting: str = "block_format") -> BlockFormat:
+    """As `get_format`, but refuses bf16, which has no quantizer."""
+    block_format = get_format(name, setting=setting)
+    if isinstance(block_format, Unquantized):
         raise FormatError(
             f"{setting}={block_format.name!r} cannot be quantized to: it names layers that stay "
-            f"in 16 bits. Allowed: {', '.join(map(str, MX_FORMATS))}."
+            f"in 16 bits. Allowed: {', '.join(BLOCK_FORMATS)}."
         )
     return block_format
 
 
-def get_family(name: "str | Family", *, setting: str = "search.family") -> Family:
+def get_family(name: str | Family, *, setting: str = "search.family") -> Family:
     """Family by name.
 
     Raises:

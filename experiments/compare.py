@@ -17,7 +17,7 @@ from dmx.data import DataPair
 from dmx.formats import BitUnit, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
-from dmx.weights.gptq import ROUNDINGS, GptqConfig
+from dmx.weights.config import WEIGHTS, GptqConfig
 
 from .running import settings
 from .running.ablation import print_ablation
@@ -63,7 +63,7 @@ class CompareRun:
 
     def __post_init__(self) -> None:
         check_choice(self.safety, settings.SAFETY, "safety")
-        settings.check_some("weights", self.weights, ROUNDINGS)
+        settings.check_some("weights", self.weights, WEIGHTS)
         settings.check_each("baselines", self.baselines, settings.BASELINES[:2])
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds

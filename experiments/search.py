@@ -14,7 +14,7 @@ from dmx.data import DataPair
 from dmx.formats import check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
-from dmx.weights.gptq import ROUNDINGS, GptqConfig
+from dmx.weights.config import WEIGHTS, GptqConfig
 
 from .reporting.verdicts import verdicts
 from .running.bench import Bench, check_windows
@@ -49,7 +49,7 @@ class SearchRun:
     run: RunConfig
 
     def __post_init__(self) -> None:
-        check_choice(self.weights, ROUNDINGS, "weights")
+        check_choice(self.weights, WEIGHTS, "weights")
         check_each("baselines", self.baselines, BASELINES)
         if self.calibration.batches is not None:
             self.search.check_batches(self.calibration.batches)

@@ -10,6 +10,7 @@ reach each other. Names count as public when neither they nor anything above the
 
 import argparse
 import ast
+import re
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 
 PACKAGES = ("dmx", "mor", "experiments")
+BESIDE = ("tests", "scripts")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -29,7 +31,6 @@ class Module:
     lines: int
     tree: ast.Module
     format_off: int
-    """Lines that take code from the formatter."""
 
 
 def read_modules(root: Path, package: str) -> dict[str, Module]:
@@ -38,10 +39,16 @@ def read_modules(root: Path, package: str) -> dict[str, Module]:
     for path in sorted((root / package).rglob("*.py")):
         text = path.read_text()
         name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        marks = sum("# fmt: skip" in line or "# fmt: off" in line for line in text.splitlines())
         lines = len(text.splitlines())
-        modules[name] = Module(name, path.name == "__init__.py", lines, ast.parse(text), marks)
+        modules[name] = Module(
+            name, path.name == "__init__.py", lines, ast.parse(text), format_off(text)
+        )
     return modules
+
+
+def format_off(text: str) -> int:
+    """Comments that take code from the formatter."""
+    return len(re.findall(r"# fmt: (?:skip|off)$", text, flags=re.MULTILINE))
 
 
 def imported(module: Module, known: Mapping[str, Module]) -> Iterator[str]:
@@ -150,6 +157,9 @@ def main() -> None:
     print(f"|---{'|---' * len(columns)}|")
     for key in columns["all"]:
         print(f"| {key} | {' | '.join(column[key] for column in columns.values())} |")
+    beside = (path for folder in BESIDE for path in (root / folder).rglob("*.py"))
+    marks = sum(format_off(path.read_text()) for path in beside)
+    print(f"\nformat-off marks in {' and '.join(BESIDE)}: {marks}")
 
 
 if __name__ == "__main__":

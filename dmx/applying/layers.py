@@ -14,7 +14,7 @@ from dmx.applying.quantizers import BlockQuantizer, Quantizer
 from dmx.applying.stored import StoredWeight, from_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
-from dmx.formats import Operand
+from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
 from dmx.models.linears import linear_layers
 from dmx.models.swap import adopt, put_back, replace_layers
@@ -130,9 +130,8 @@ def apply(
     stored = stored_weights(assignment) if weights else {}
 
     def quantizer(name: str, operand: Operand) -> Quantizer | None:
-        of = assignment.block_format if operand == "weight" else assignment.input_format
-        block_format = of(name)
-        if block_format.element is None:
+        block_format = assignment.format_of(operand, name)
+        if not isinstance(block_format, BlockFormat):
             return None
         plain: Quantizer = BlockQuantizer(block_format, assignment.rule(operand, block_format))
         if operand == "weight":

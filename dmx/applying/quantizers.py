@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dmx.formats import BlockFormat, Family, ScaleRule, get_mx_format
+from dmx.formats import BlockFormat, Family, ScaleRule, get_block_format
 from dmx.kernels import ops
 from dmx.numerics import path_parameters
 from dmx.numerics.mx import check_input
@@ -62,7 +62,7 @@ def fake_quant(
 
     Source: OCP Microscaling Formats v1.0, sections 5 and 6.3.
     """
-    block_format = get_mx_format(block_format)
+    block_format = get_block_format(block_format)
     if torch.is_grad_enabled() and x.requires_grad:
         if out is not None:
             raise ValueError("out= cannot be used while x needs a gradient; use torch.no_grad()")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dmx.errors import AssignmentError
 from dmx.files import sha256
-from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule, get_block_format
+from dmx.formats import BlockFormat, ScaleRule, get_format
 from dmx.kernels import ops
 from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import unpack_codes
@@ -31,7 +31,8 @@ SAMPLES_MAY_DIFFER = 2.0**-8
 _PARTS = ("codes", "scales", "sample")
 
 
-def _sample(weight: Tensor) -> Tensor:
+def sample_of(weight: Tensor) -> Tensor:
+    """Up to 64 elements of a weight, float32 on the CPU."""
     flat = weight.detach().flatten()
     return flat[:: max(1, flat.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].float().cpu()
 
@@ -58,9 +59,9 @@ class StoredWeight:
             rounded: (out, in) float32, values that the format holds under the rule.
             weight: (out, in), what it was rounded from.
         """
-        padded = F.pad(rounded, (0, -rounded.shape[1] % BLOCK_SIZE))
+        padded = F.pad(rounded, (0, -rounded.shape[1] % block_format.block_size))
         codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
-        return cls(block_format, codes, scales, _sample(weight))
+        return cls(block_format, codes, scales, sample_of(weight))
 
     @cached_property
     def digest(self) -> str:
@@ -71,15 +72,14 @@ class StoredWeight:
         """The stored weight in the shape and dtype of x, and on its device."""
         if self.codes.device != x.device:
             self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
-        assert self.block_format.element is not None
         codes = unpack_codes(self.codes, self.block_format.element.bits)
         whole = MXTensor(codes, self.scales, self.block_format, -1, x.dtype).dequantize()
         return whole[:, : x.shape[1]].contiguous()
 
     def check(self, weight: Tensor, layer: str) -> None:
         """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype."""
-        difference = float((_sample(weight) - self.sample).norm() / self.sample.norm())
-        if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(_sample(weight), self.sample):
+        difference = float((sample_of(weight) - self.sample).norm() / self.sample.norm())
+        if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(sample_of(weight), self.sample):
             raise AssignmentError(
                 f"the assignment's weights were made from other weights: {layer} differs by "
                 f"{difference:.2%} from the weight that was rounded. Load the model that was "
@@ -87,20 +87,35 @@ class StoredWeight:
             )
 
 
-def to_bytes(weights: Mapping[str, StoredWeight], fingerprint: str) -> bytes:
-    """Content of the file; equal weights and fingerprints give equal bytes."""
-    tensors = {
+def to_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
+    """The tensors of the file, on the CPU."""
+    return {
         f"{layer}.{part}": getattr(stored, part).cpu().contiguous()
         for layer, stored in weights.items()
         for part in _PARTS
     }
-    return save(tensors, {"fingerprint": fingerprint})
+
+
+def to_bytes(weights: Mapping[str, StoredWeight], fingerprint: str) -> bytes:
+    """Content of the file; equal weights and fingerprints give equal bytes."""
+    return save(to_tensors(weights), {"fingerprint": fingerprint})
 
 
 def from_bytes(
     content: bytes, formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]
 ) -> dict[str, StoredWeight]:
-    """Inverse of `to_bytes`.
+    """Inverse of `to_bytes`; arguments and errors: see `from_tensors`."""
+    try:
+        tensors = load(content)
+    except SafetensorError as error:
+        raise _refuse(f"is damaged ({error})") from error
+    return from_tensors(tensors, formats, shapes)
+
+
+def from_tensors(
+    tensors: Mapping[str, Tensor], formats: Mapping[str, str], shapes: Mapping[str, tuple[int, int]]
+) -> dict[str, StoredWeight]:
+    """Inverse of `to_tensors`.
 
     Args:
         formats, shapes: of the layers that must be there; those in bf16 are not.
@@ -108,34 +123,31 @@ def from_bytes(
     Raises:
         AssignmentError: the file is damaged, or holds other layers, formats or shapes.
     """
-
-    def refuse(why: str) -> AssignmentError:
-        return AssignmentError(
-            f"the file of the assignment's weights {why}. Copy it again from where the assignment "
-            "came, or round again."
-        )
-
-    try:
-        tensors = load(content)
-    except SafetensorError as error:
-        raise refuse(f"is damaged ({error})") from error
-    found: dict[str, StoredWeight] = {}
+    left = dict(tensors)
+    weights: dict[str, StoredWeight] = {}
     for layer, name in formats.items():
-        block_format = get_block_format(name)
-        if block_format.element is None:
+        block_format = get_format(name)
+        if not isinstance(block_format, BlockFormat):
             continue
-        parts = {part: tensors.pop(f"{layer}.{part}", None) for part in _PARTS}
+        parts = {part: left.pop(f"{layer}.{part}", None) for part in _PARTS}
         codes, scales, sample = parts["codes"], parts["scales"], parts["sample"]
         if codes is None or scales is None or sample is None:
-            raise refuse(f"lacks {layer}")
+            raise _refuse(f"lacks {layer}")
         out, into = shapes[layer]
-        blocks = -(-into // BLOCK_SIZE)
-        expected = (out, blocks * BLOCK_SIZE * block_format.element.bits // 8)
+        blocks = block_format.blocks(into)
+        expected = (out, blocks * block_format.block_size * block_format.element.bits // 8)
         if tuple(codes.shape) != expected or tuple(scales.shape) != (out, blocks):
-            raise refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
+            raise _refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
         if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
-            raise refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
-        found[layer] = StoredWeight(block_format, codes, scales, sample)
-    if tensors:
-        raise refuse(f"holds {next(iter(tensors))}, which is no part of the assignment")
-    return found
+            raise _refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
+        weights[layer] = StoredWeight(block_format, codes, scales, sample)
+    if left:
+        raise _refuse(f"holds {next(iter(left))}, which is no part of the assignment")
+    return weights
+
+
+def _refuse(why: str) -> AssignmentError:
+    return AssignmentError(
+        f"the file of the assignment's weights {why}. Copy it again from where the assignment "
+        "came, or round again."
+    )

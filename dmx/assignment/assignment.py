@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from dmx.assignment.budget import Budget, SearchSpace
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import (
     ARTIFACTS,
@@ -30,9 +30,10 @@ from dmx.assignment.file import (
     read_body,
     used_rules,
 )
+from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
-from dmx.formats import BIT_UNITS, OPERANDS, BlockFormat, Operand, ScaleRule, get_block_format
+from dmx.formats import BIT_UNITS, OPERANDS, BlockFormat, Format, Operand, ScaleRule, get_format
 from dmx.models.identity import architecture_sha256
 from dmx.models.linears import linear_layers
 
@@ -69,11 +70,15 @@ class Assignment:
     unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
     """Contents of artifacts that no file holds yet."""
 
-    def block_format(self, layer: str) -> BlockFormat:
-        return get_block_format(self.formats[layer])
+    def format_of(self, operand: Operand, layer: str) -> Format:
+        """What a layer's weight or input is held in; bf16 where it is left alone."""
+        inputs = self.input_formats if operand == "input" else None
+        return get_format((inputs or self.formats)[layer])
 
-    def input_format(self, layer: str) -> BlockFormat:
-        return get_block_format((self.input_formats or self.formats)[layer])
+    def block_formats(self, operand: Operand) -> dict[str, BlockFormat]:
+        """layer -> block format of the layers whose weight or input is quantized."""
+        each = {layer: self.format_of(operand, layer) for layer in self.formats}
+        return {layer: f for layer, f in each.items() if isinstance(f, BlockFormat)}
 
     def rule(self, operand: Operand, block_format: BlockFormat) -> ScaleRule:
         """The scale rule of a format where an operand is quantized to it."""
@@ -125,8 +130,8 @@ class Assignment:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Layers in an MX format."""
-        return tuple(k for k in self.formats if self.block_format(k).element is not None)
+        """Layers whose weights are in a block format."""
+        return tuple(self.block_formats("weight"))
 
     def save(self, path: str | Path) -> Path:
         """Write the JSON file and the artifacts beside it, each whole or not at all.
@@ -184,9 +189,9 @@ class Assignment:
         return assignment
 
     @property
-    def unequal(self) -> dict[str, tuple[BlockFormat, BlockFormat]]:
+    def unequal(self) -> dict[str, tuple[BlockFormat, Format]]:
         """Layers whose weight and input differ in format -> both formats."""
-        both = {k: (self.block_format(k), self.input_format(k)) for k in self.quantized}
+        both = {k: (f, self.format_of("input", k)) for k, f in self.block_formats("weight").items()}
         return {k: formats for k, formats in both.items() if formats[0] != formats[1]}
 
     def average_bits(self, operands: Sequence[Operand] = OPERANDS) -> dict[str, float]:
@@ -197,12 +202,10 @@ class Assignment:
         Args:
             operands: whose formats count; where inputs are as the weights, it makes no difference.
         """
-        of = {"weight": self.block_format, "input": self.input_format}
         counted = [
             (self.shapes[k][0] * self.shapes[k][1], block_format)
             for operand in (operands if self.input_formats is not None else OPERANDS[:1])
-            for k in self.formats
-            if (block_format := of[operand](k)).element is not None
+            for k, block_format in self.block_formats(operand).items()
         ]
         sizes = np.array([size for size, _ in counted], dtype=np.float64)
         if not len(sizes):

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dmx.assignment.budget import Units
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import Units
 from dmx.errors import AssignmentError, FormatError
 from dmx.formats import (
     BIT_UNITS,
@@ -19,7 +19,7 @@ from dmx.formats import (
     ScaleRule,
     check_rule,
     get_block_format,
-    get_mx_format,
+    get_format,
 )
 
 ScaleRules = Mapping[Operand, Mapping[str, ScaleRule]]
@@ -176,9 +176,11 @@ def parse(body: Any, source: str) -> dict[str, Any]:
         if type(stated) not in (int, float) or not 0 < stated <= 16:
             raise refuse(f"bits.{unit} is {stated!r}")
     try:
-        names = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
+        names = {k: get_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
         if inputs is not None:
-            inputs = {k: get_mx_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+            inputs = {
+                k: get_block_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()
+            }
         rules = _parse_rules(body["scale_rules"], source)
         search = SearchFacts.from_dict(body["search"])
     except FormatError as error:
@@ -207,7 +209,7 @@ def _parse_rules(body: Mapping[str, Any], source: str) -> ScaleRules:
         setting = f"{source}: scale_rules.{operand}"
         for name, rule in by_format.items():
             check_rule(rule, operand, f"{setting}.{name}")
-        names = {name: get_mx_format(name, setting=setting).name for name in by_format}
+        names = {name: get_block_format(name, setting=setting).name for name in by_format}
         rules[operand] = {names[name]: rule for name, rule in by_format.items()}
     return rules
 

@@ -6,7 +6,7 @@ from typing import Any
 from dmx.assignment.assignment import Assignment
 from dmx.exporting.layouts import describe_rules
 from dmx.exporting.recipes import RECIPES
-from dmx.formats import BLOCK_FORMATS
+from dmx.formats import FORMATS
 
 LOADERS = {
     "compressed_tensors": [
@@ -40,7 +40,7 @@ def _bits_table(assignment: Assignment) -> list[str]:
     lines = ["| format | layers | weights | bits per element |", "|---|---|---|---|"]
     lines += [
         f"| {n} | {counts[n]} | {sizes[n]:,} | {f.bits_per_element:g} |"
-        for n, f in BLOCK_FORMATS.items()
+        for n, f in FORMATS.items()
         if counts[n]
     ]
     bits, weights = assignment.bits, assignment.average_bits(["weight"])

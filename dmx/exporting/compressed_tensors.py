@@ -40,7 +40,7 @@ def _specs(block_format: BlockFormat, shape: tuple[int, int]) -> dict[str, Tenso
     dtype = torch.float8_e4m3fn if bits == 8 else torch.uint8
     return {
         _codes_name(block_format): TensorSpec(dtype, (out, into * bits // 8)),
-        "weight_scale": TensorSpec(torch.uint8, (out, into // 32)),
+        "weight_scale": TensorSpec(torch.uint8, (out, into // block_format.block_size)),
     }
 
 
@@ -57,16 +57,16 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: tor
 def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
     return {
         "num_bits": code_bits(block_format), "type": "float", "strategy": "group",
-        "group_size": 32, "symmetric": True, "dynamic": dynamic,
+        "group_size": block_format.block_size, "symmetric": True, "dynamic": dynamic,
         "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
     }  # fmt: skip
 
 
 def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
     groups: dict[tuple[BlockFormat, BlockFormat | None], list[str]] = {}
+    of_inputs = assignment.block_formats("input") if inputs else {}
     for name, block_format in quantized(assignment).items():
-        of_inputs = assignment.input_format(name) if inputs else None
-        groups.setdefault((block_format, of_inputs), []).append(name)
+        groups.setdefault((block_format, of_inputs.get(name)), []).append(name)
     used = {FORMAT_NAMES[weight] for weight, _ in groups}
     return {
         "quant_method": "compressed-tensors",
@@ -77,11 +77,11 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
                 "targets": names,
                 "format": FORMAT_NAMES[weight],
                 "weights": _arguments(weight, dynamic=False),
-                "input_activations": None if of_inputs is None or of_inputs.element is None
-                else _arguments(of_inputs, dynamic=True),
+                "input_activations": None if of_input is None
+                else _arguments(of_input, dynamic=True),
                 "output_activations": None,
             }
-            for i, ((weight, of_inputs), names) in enumerate(groups.items())
+            for i, ((weight, of_input), names) in enumerate(groups.items())
         },
         "ignore": left_in_bf16(assignment),
         "kv_cache_scheme": None,
@@ -91,11 +91,8 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
 def _check(assignment: Assignment, inputs: bool) -> None:
     if not inputs:
         return
-    refused: dict[str, str] = {}
-    for name in quantized(assignment):
-        of_inputs = assignment.input_format(name)
-        if of_inputs.element is not None and of_inputs not in INPUT_FORMATS:
-            refused[name] = of_inputs.name
+    asked = assignment.block_formats("input")
+    refused = {name: f.name for name, f in asked.items() if f not in INPUT_FORMATS}
     if refused:
         raise FormatError(
             f"inputs=true: compressed-tensors does not quantize inputs to "

@@ -393,7 +393,7 @@ def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Any:
 def _quantized_part(
     layer: str, weight: Tensor, assignment: Assignment, layout: Layout, rounded: StoredWeight | None
 ) -> Part:
-    block_format = assignment.block_format(layer)
+    block_format = assignment.block_formats("weight")[layer]
     out, into = weight.shape
     specs = {f"{layer}.{k}": v for k, v in layout.specs(block_format, (out, into)).items()}
 

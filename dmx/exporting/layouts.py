@@ -54,8 +54,7 @@ class Layout:
 
 def quantized(assignment: Assignment) -> dict[str, BlockFormat]:
     """layer -> format of the layers that are stored quantized (bf16 ones are not)."""
-    found = {name: assignment.block_format(name) for name in assignment.formats}
-    return {name: f for name, f in found.items() if f.element is not None}
+    return assignment.block_formats("weight")
 
 
 def left_in_bf16(assignment: Assignment) -> list[str]:
@@ -65,9 +64,7 @@ def left_in_bf16(assignment: Assignment) -> list[str]:
 
 def used_rules(assignment: Assignment, operand: Operand) -> dict[BlockFormat, ScaleRule]:
     """format -> scale rule of the formats that an operand is quantized to."""
-    of = assignment.block_format if operand == "weight" else assignment.input_format
-    used = dict.fromkeys(f for n in quantized(assignment) if (f := of(n)).element is not None)
-    return {f: assignment.rule(operand, f) for f in used}
+    return {f: assignment.rule(operand, f) for f in assignment.block_formats(operand).values()}
 
 
 def describe_rules(assignment: Assignment, operand: Operand) -> str:

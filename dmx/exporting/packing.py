@@ -17,7 +17,6 @@ FLOAT8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
 
 
 def code_bits(block_format: BlockFormat) -> int:
-    assert block_format.element is not None
     return block_format.element.bits
 
 
@@ -49,7 +48,6 @@ def encode_weight(
 
 def as_float8(codes: Tensor, block_format: BlockFormat) -> Tensor:
     """8-bit codes under their own dtype; fewer bits stay uint8."""
-    assert block_format.element is not None
     dtype = FLOAT8.get(block_format.element.name)
     return codes if dtype is None else codes.view(dtype)
 

@@ -44,7 +44,7 @@ def _specs(block_format: BlockFormat, shape: tuple[int, int]) -> dict[str, Tenso
     dtype = torch.float8_e4m3fn if bits == 8 else torch.uint8
     return {
         "weight": TensorSpec(dtype, (out, into * bits // 8)),
-        "weight_scale": TensorSpec(torch.uint8, (out, into // 32)),
+        "weight_scale": TensorSpec(torch.uint8, (out, into // block_format.block_size)),
     }
 
 
@@ -62,7 +62,7 @@ def _tensor_config(
 ) -> dict[str, Any]:
     config: dict[str, Any] = {
         "dtype": DTYPES[block_format], "is_dynamic": dynamic, "qscheme": "per_group",
-        "ch_axis": -1, "group_size": 32, "block_size": None, "symmetric": None,
+        "ch_axis": -1, "group_size": block_format.block_size, "block_size": None, "symmetric": None,
         "round_method": "half_even", "scale_type": "float", "scale_format": "e8m0",
         "scale_calculation_mode": scale_rule if scale_rule in INPUT_RULES else None,
         "mx_element_dtype": None, "zero_point_type": "int32", "is_scale_quant": False,
@@ -70,7 +70,7 @@ def _tensor_config(
     }  # fmt: skip
     if code_bits(block_format) == 8 and not dynamic:
         config |= {
-            "qscheme": "per_block", "block_size": [1, 32], "group_size": None, "ch_axis": None,
+            "qscheme": "per_block", "block_size": [1, block_format.block_size], "group_size": None, "ch_axis": None,
             "symmetric": True, "scale_type": "float8_e8m0fnu", "scale_calculation_mode": None,
             "observer_cls": "PerBlock2DMinMaxObserver",
         }  # fmt: skip
@@ -82,13 +82,14 @@ _UNQUANTIZED = dict.fromkeys(("weight", "input_tensors", "output_tensors", "bias
 
 def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
     layers = {}
+    inputs_of = assignment.block_formats("input") if inputs else {}
     for name, block_format in quantized(assignment).items():
-        of_inputs = assignment.input_format(name) if inputs else None
+        of_inputs = inputs_of.get(name)
         layers[name] = _UNQUANTIZED | {
             "weight": _tensor_config(
                 block_format, assignment.rule("weight", block_format), dynamic=False
             ),
-            "input_tensors": None if of_inputs is None or of_inputs.element is None
+            "input_tensors": None if of_inputs is None
             else _tensor_config(of_inputs, assignment.rule("input", of_inputs), dynamic=True),
         }  # fmt: skip
     return {

@@ -17,8 +17,8 @@ import numpy as np
 from torch import nn
 
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import SearchSpace
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import SearchSpace
 from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format

@@ -68,7 +68,6 @@ def _llm_compressor(assignment: Assignment) -> str:
 
 def _modelopt(assignment: Assignment) -> str:
     def quantizer(block_format: BlockFormat) -> dict[str, Any]:
-        assert block_format.element is not None
         element = block_format.element
         return {
             "num_bits": [element.exponent_bits, element.mantissa_bits],
@@ -77,16 +76,18 @@ def _modelopt(assignment: Assignment) -> str:
         }
 
     config: dict[str, Any] = {"*": {"enable": False}}
+    inputs = assignment.block_formats("input")
     for layer, block_format in quantized(assignment).items():
         config[f"{layer}.weight_quantizer"] = quantizer(block_format)
-        config[f"{layer}.input_quantizer"] = quantizer(assignment.input_format(layer))
+        config[f"{layer}.input_quantizer"] = quantizer(inputs[layer])
     return json.dumps({"quant_cfg": config, "algorithm": None}, indent=1) + "\n"
 
 
 def _auto_round(assignment: Assignment) -> str:
     layers: dict[str, Any] = {}
+    inputs = assignment.block_formats("input")
     for layer, block_format in quantized(assignment).items():
-        of_inputs = assignment.input_format(layer)
+        of_inputs = inputs[layer]
         layers[layer] = {
             "bits": int(block_format.element_bits), "group_size": 32, "sym": True,
             "data_type": AUTO_ROUND_TYPES[block_format.name],

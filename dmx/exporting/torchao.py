@@ -36,12 +36,11 @@ CODES, SCALES = "_weight_qdata", "_weight_scale"
 
 
 def _specs(block_format: BlockFormat, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-    assert block_format.element is not None
     out, into = shape
     dtype = FLOAT8.get(block_format.element.name, torch.uint8)
     return {
         CODES: TensorSpec(dtype, (out, into // 2 if block_format is MXFP4 else into)),
-        SCALES: TensorSpec(torch.float8_e8m0fnu, (out, into // 32)),
+        SCALES: TensorSpec(torch.float8_e8m0fnu, (out, into // block_format.block_size)),
     }
 
 
@@ -60,7 +59,6 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: tor
 
 def _element(block_format: BlockFormat) -> Any:
     """torchao's name of the element: a torch dtype, or a string for 6 bits."""
-    assert block_format.element is not None
     if code_bits(block_format) == 6:
         return f"fp6_{block_format.element.name}"
     names = {"e2m1": "float4_e2m1fn_x2", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}

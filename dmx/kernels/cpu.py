@@ -119,13 +119,9 @@ class _Format(ctypes.Structure):
 
 @cache
 def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
-    specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
-    max_code = 2 ** (element.bits - 1) - 1 - specials
-    # Formats without a NaN code store zeros in a NaN block; its scale byte says it all.
-    nan_code = 0 if element.specials == "none" else element.nan_code
     rule = SCALE_RULES.index(scale_rule)
     return _Format(
-        element.emin, element.emax, element.mantissa_bits, max_code, nan_code,
+        element.emin, element.emax, element.mantissa_bits, element.max_code, element.nan_block_code,
         element.bits - 1, rule, element.max_normal,
     )  # fmt: skip
 
@@ -170,7 +166,6 @@ def fake_quant(
     x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule, out: Tensor | None
 ) -> Tensor:
     """See `dmx.numerics.fake_quant`; arguments are checked by the door."""
-    assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
@@ -202,7 +197,6 @@ def _codes(
 
 def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
-    assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
     found = _codes(last, block_format.element, scale_rule, packed=False)
     codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in found)
@@ -214,7 +208,6 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes and scales along the last axis; arguments are checked by the door."""
     element = block_format.element
-    assert element is not None
     last = x.contiguous()
     if last.shape[-1] % BLOCK_SIZE:
         # Short blocks may end within a byte group: the codes are packed in a second step.

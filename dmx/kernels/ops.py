@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dmx import numerics
 from dmx.errors import RunError
-from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_mx_format
+from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_block_format
 from dmx.kernels import cpu
 from dmx.numerics.continuous import N_PATH_PARAMETERS
 from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
@@ -122,7 +122,7 @@ def _triton_loss() -> ModuleType:
 def _checked(
     x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
 ) -> tuple[BlockFormat, int]:
-    block_format = get_mx_format(block_format)
+    block_format = get_block_format(block_format)
     check_choice(scale_rule, SCALE_RULES, "scale_rule")
     check_input(x)
     return block_format, check_axis(x, axis)
@@ -146,6 +146,29 @@ def fake_quant(
     if backend == "triton":
         return _triton_mx().fake_quant(x, block_format, axis, scale_rule, out)
     return numerics.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
+
+
+@torch.no_grad()
+def fake_quant_to(
+    x: Tensor, out: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule = "floor"
+) -> Tensor:
+    """`fake_quant` of x along the last axis, converted to the dtype of `out` as it is written there.
+
+    Args:
+        x, out: fp32, bf16 or fp16, of one shape and device, both contiguous.
+    """
+    block_format, axis = _checked(x, block_format, -1, scale_rule)
+    check_input(out)
+    if out.shape != x.shape or out.device != x.device:
+        raise ValueError(
+            f"out must have the shape and device of x: {tuple(x.shape)} {x.device}, got "
+            f"{tuple(out.shape)} {out.device}"
+        )
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError("x and out must be contiguous")
+    if choose_backend(x.device) == "triton":
+        return _triton_mx().fake_quant_to(x, out, block_format, scale_rule)
+    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=scale_rule))
 
 
 @torch.no_grad()
@@ -177,7 +200,6 @@ def quantize_packed(
         As `quantize`; ValueError when n does not fill whole groups of 2 (4 bits) or 4 (6 bits).
     """
     block_format, _axis = _checked(x, block_format, -1, scale_rule)
-    assert block_format.element is not None
     check_packable(x.shape[-1], block_format.element.bits)
     backend = choose_backend(x.device)
     if backend == "cpp":

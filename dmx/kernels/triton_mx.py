@@ -136,8 +136,7 @@ def _quantize_kernel(
 
 def top_mantissa(element: ElementFormat) -> int:
     """Mantissa bits of max_normal as in float32."""
-    bits = torch.tensor(element.max_normal, dtype=torch.float32).view(torch.int32)
-    return int(bits) & 0x7FFFFF
+    return element.max_mantissa << (23 - element.mantissa_bits)
 
 
 def fake_quant(
@@ -147,26 +146,33 @@ def fake_quant(
 
     The last axis is fast; another axis, or a tensor with gaps, goes through a contiguous copy.
     """
-    element = block_format.element
-    assert element is not None
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
-    _rows, n, n_blocks = rows_of(last)
+    fake_quant_to(last, target, block_format, scale_rule)
+    if direct:
+        return target
+    result = target.movedim(-1, axis)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def fake_quant_to(
+    x: Tensor, out: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+) -> Tensor:
+    """See `ops.fake_quant_to`; arguments are checked by the door."""
+    element = block_format.element
+    _rows, n, n_blocks = rows_of(x)
     if n_blocks:
         blocks, warps = FAKE_QUANT_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _fake_quant_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last, target, n, n_blocks,
+                x, out, n, n_blocks,
                 EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits,
                 MAX_NORMAL=element.max_normal, TOP_MANTISSA=top_mantissa(element),
                 RULE=scale_rule, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
                 num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
-    if direct:
-        return target
-    result = target.movedim(-1, axis)
-    return result.contiguous() if out is None else out.copy_(result)
+    return out
 
 
 def _launch_quantize(
@@ -176,15 +182,13 @@ def _launch_quantize(
     _rows, n, n_blocks = rows_of(last)
     if not n_blocks:
         return
-    specials = {"none": 0, "nan": 1, "ieee": 2**element.mantissa_bits}[element.specials]
     blocks, warps = QUANTIZE_TILE[last.element_size()]
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     with torch.cuda.device(last.device):
         _quantize_kernel[(triton.cdiv(n_blocks, blocks),)](
             last, codes, scale_codes, n, n_blocks,
             EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
-            MAX_CODE=2 ** (element.bits - 1) - 1 - specials,
-            NAN_CODE=0 if element.specials == "none" else element.nan_code,
+            MAX_CODE=element.max_code, NAN_CODE=element.nan_block_code,
             TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed,
             RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, **options,
         )  # fmt: skip
@@ -197,7 +201,6 @@ def _empty_scales(last: Tensor) -> Tensor:
 
 def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
-    assert block_format.element is not None
     last = x.movedim(axis, -1).contiguous()
     codes = torch.empty(last.shape, dtype=torch.uint8, device=x.device)
     scale_codes = _empty_scales(last)
@@ -211,7 +214,6 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Packed codes and scales along the last axis; arguments are checked by the door."""
     element = block_format.element
-    assert element is not None
     last = x.contiguous()
     if last.shape[-1] % BLOCK_SIZE:
         # Rows that end within a word: the codes are packed in a second step.

@@ -18,12 +18,9 @@ from torch import Tensor
 
 from dmx.formats import (
     BLOCK_SIZE,
-    SCALE_BIAS,
-    SCALE_NAN_CODE,
     BlockFormat,
-    ElementFormat,
     ScaleRule,
-    get_mx_format,
+    get_block_format,
 )
 from dmx.numerics.rounding import (
     codes_to_element,
@@ -50,29 +47,30 @@ def check_axis(x: Tensor, axis: int) -> int:
     return axis % x.ndim
 
 
-def to_blocks(x: Tensor, axis: int) -> Tensor:
-    """(..., n, ...) as float32 (..., ceil(n/32), 32) with the axis last, zero-padded.
+def to_blocks(x: Tensor, axis: int, block_size: int = BLOCK_SIZE) -> Tensor:
+    """(..., n, ...) as float32 (..., ceil(n/size), size) with the axis last, zero-padded.
 
     Zeros change neither the amax of a short block nor anything that is cut off again afterwards.
     """
     moved = x.movedim(axis, -1).to(torch.float32)
-    padding = -moved.shape[-1] % BLOCK_SIZE
+    padding = -moved.shape[-1] % block_size
     if padding:
         moved = F.pad(moved, (0, padding))
-    n_blocks = moved.shape[-1] // BLOCK_SIZE
-    return moved.reshape(*moved.shape[:-1], n_blocks, BLOCK_SIZE)
+    n_blocks = moved.shape[-1] // block_size
+    return moved.reshape(*moved.shape[:-1], n_blocks, block_size)
 
 
 def from_blocks(blocks: Tensor, shape: torch.Size, axis: int) -> Tensor:
     """Inverse of `to_blocks`: cuts the padding, puts the axis back; shape is that of x."""
-    flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * BLOCK_SIZE)
+    flat = blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])
     return flat[..., : shape[axis]].movedim(-1, axis).contiguous()
 
 
 def _quantize_blocks(
-    blocks: Tensor, element: ElementFormat, scale_rule: ScaleRule
+    x: Tensor, axis: int, block_format: BlockFormat, scale_rule: ScaleRule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grid values (fp32, unscaled), scale exponents (int32) and finiteness of each block."""
+    """Grid values (fp32, unscaled), scale exponents (int32) and finiteness of each block of x."""
+    blocks, element = to_blocks(x, axis, block_format.block_size), block_format.element
     finite = blocks.isfinite().all(-1)
     clean = torch.where(finite[..., None], blocks, 0.0)
     exponent = amax_to_scale_exponent(clean.abs().amax(-1), element, scale_rule)
@@ -97,11 +95,12 @@ class MXTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values in `dtype` (default: that of the quantized tensor), shape of codes."""
-        assert self.block_format.element is not None
-        values = to_blocks(codes_to_element(self.codes, self.block_format.element), self.axis)
+        element, form = self.block_format.element, self.block_format.scale
+        values = codes_to_element(self.codes, element)
+        values = to_blocks(values, self.axis, self.block_format.block_size)
         scale_codes = self.scale_codes.movedim(self.axis, -1).to(torch.int32)
-        scale = exact_power_of_two(scale_codes.clamp(max=254) - SCALE_BIAS)
-        scale = torch.where(scale_codes == SCALE_NAN_CODE, torch.nan, scale)
+        scale = exact_power_of_two(scale_codes.clamp(max=form.nan_code - 1) - form.bias)
+        scale = torch.where(scale_codes == form.nan_code, torch.nan, scale)
         # 0 * NaN is NaN, so a NaN scale reaches every element, whatever its code.
         result = from_blocks(values * scale[..., None], self.codes.shape, self.axis)
         return result.to(dtype or self.dtype)
@@ -119,16 +118,14 @@ def quantize(
     Raises:
         TypeError: float64 or integers. FormatError: unknown format, or bf16. IndexError: axis.
     """
-    block_format = get_mx_format(block_format)
-    assert block_format.element is not None
+    block_format = get_block_format(block_format)
     check_input(x)
     axis = check_axis(x, axis)
-    grid, exponent, finite = _quantize_blocks(to_blocks(x, axis), block_format.element, scale_rule)
-    codes = element_to_codes(grid, block_format.element)
-    # The scale byte makes a NaN block NaN; formats without a NaN code store zeros there.
-    filler = 0 if block_format.element.specials == "none" else block_format.element.nan_code
-    codes = torch.where(finite[..., None], codes, filler).to(torch.uint8)
-    scale_codes = torch.where(finite, exponent + SCALE_BIAS, SCALE_NAN_CODE).to(torch.uint8)
+    element, form = block_format.element, block_format.scale
+    grid, exponent, finite = _quantize_blocks(x, axis, block_format, scale_rule)
+    codes = element_to_codes(grid, element)
+    codes = torch.where(finite[..., None], codes, element.nan_block_code).to(torch.uint8)
+    scale_codes = torch.where(finite, exponent + form.bias, form.nan_code).to(torch.uint8)
     return MXTensor(
         from_blocks(codes, x.shape, axis),
         scale_codes.movedim(-1, axis).contiguous(),
@@ -158,12 +155,11 @@ def fake_quant(
     Raises:
         As `quantize`; ValueError when out has another shape or dtype.
     """
-    block_format = get_mx_format(block_format)
-    assert block_format.element is not None
+    block_format = get_block_format(block_format)
     check_input(x)
     axis = check_axis(x, axis)
     check_out(x, out)
-    grid, exponent, finite = _quantize_blocks(to_blocks(x, axis), block_format.element, scale_rule)
+    grid, exponent, finite = _quantize_blocks(x, axis, block_format, scale_rule)
     values = grid * exact_power_of_two(exponent)[..., None]
     values = torch.where(finite[..., None], values, torch.nan)
     result = from_blocks(values, x.shape, axis).to(x.dtype)

@@ -50,7 +50,7 @@ def element_to_codes(value: Tensor, element: ElementFormat) -> Tensor:
     subnormal = (value.abs() / element.min_subnormal).to(torch.int32)
     code = torch.where(value.abs() < element.min_normal, subnormal, normal)
     code = torch.where(value.isnan(), element.nan_code, code)
-    sign = (bits < 0).to(torch.int32) << (element.bits - 1)
+    sign = torch.where(bits < 0, element.sign_code, 0)
     return (code | sign).to(torch.uint8)
 
 
@@ -58,16 +58,16 @@ def element_to_codes(value: Tensor, element: ElementFormat) -> Tensor:
 def _code_values(element: ElementFormat) -> Tensor:
     m = element.mantissa_bits
     values = []
-    for code in range(2**element.bits):
-        exponent, mantissa = (code >> m) & (2**element.exponent_bits - 1), code & (2**m - 1)
-        if exponent == 0:
+    for code in range(element.n_codes):
+        magnitude = code % element.sign_code
+        exponent, mantissa = magnitude >> m, magnitude % 2**m
+        if magnitude > element.max_code:
+            value = float("inf" if magnitude == element.inf_code else "nan")
+        elif exponent == 0:
             value = mantissa * element.min_subnormal
         else:
             value = 2.0 ** (exponent - element.bias) * (1 + mantissa / 2**m)
-        if element.specials != "none" and value > element.max_normal:
-            is_inf = element.specials == "ieee" and mantissa == 0
-            value = float("inf") if is_inf else float("nan")
-        values.append(-value if code >> (element.bits - 1) else value)
+        values.append(-value if code >= element.sign_code else value)
     return torch.tensor(values, dtype=torch.float32)
 
 

@@ -14,7 +14,7 @@ trade that for coarser steps. Peers: compressed-tensors uses `even`, torchao off
 import torch
 from torch import Tensor
 
-from dmx.formats import SCALE_BIAS, SCALE_RULES, ElementFormat, ScaleRule, check_choice
+from dmx.formats import E8M0, SCALE_RULES, ElementFormat, ScaleRule, check_choice
 from dmx.numerics.rounding import FP32_MANTISSA_BITS, float_exponent
 
 _MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
@@ -48,6 +48,6 @@ def amax_to_scale_exponent(
     if scale_rule == "ceil":
         exponent = exponent + ((bits & _MANTISSA_MASK) != 0)
     elif scale_rule == "rceil":
-        top = torch.tensor(element.max_normal, dtype=torch.float32).view(torch.int32).item()
-        exponent = exponent + ((bits & _MANTISSA_MASK) > (int(top) & _MANTISSA_MASK))
-    return exponent.clamp(-SCALE_BIAS, SCALE_BIAS).to(torch.int32)
+        top = element.max_mantissa << (FP32_MANTISSA_BITS - element.mantissa_bits)
+        exponent = exponent + ((bits & _MANTISSA_MASK) > top)
+    return exponent.clamp(-E8M0.bias, E8M0.bias).to(torch.int32)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.assignment.budget import SearchSpace
+from dmx.assignment.space import SearchSpace
 from dmx.formats import BlockFormat
 from dmx.models.running import model_logits
 from dmx.progress import progress

@@ -4,18 +4,19 @@ import math
 from dataclasses import dataclass, field
 from typing import get_args
 
-from dmx.assignment.budget import Operands, Units, Weighting
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import Choices, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
+    BF16,
     FAMILIES,
     SCALE_RULES,
     Family,
     ScaleRule,
     check_choice,
-    get_block_format,
     get_family,
+    get_format,
 )
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
@@ -39,7 +40,7 @@ class SearchConfig:
     """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
     units: Units = "fused"
     """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
-    operands: Operands = "joint"
+    operands: Choices = "joint"
     """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
     both count in the budget."""
     weighting: Weighting = "elements"
@@ -125,7 +126,7 @@ class SearchConfig:
         check_choice(self.name, SEARCHES, "search.name")
         get_family(self.family)
         check_choice(self.units, get_args(Units), "search.units")
-        check_choice(self.operands, get_args(Operands), "search.operands")
+        check_choice(self.operands, get_args(Choices), "search.operands")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
         check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")
@@ -241,8 +242,8 @@ class SearchConfig:
                     f"search.operands=joint, {family}or search.target=any."
                 )
         for pattern, name in self.fixed.items():
-            fixed = get_block_format(name, setting=f"search.fixed[{pattern!r}]")
-            if fixed.element is not None and fixed.name not in target.formats:
+            fixed = get_format(name, setting=f"search.fixed[{pattern!r}]")
+            if fixed is not BF16 and fixed.name not in target.formats:
                 raise FormatError(
                     f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."

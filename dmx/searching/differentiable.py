@@ -14,21 +14,22 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 import io
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from dmx.assignment.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
+from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
-from dmx.errors import ModelError, RunError
+from dmx.errors import RunError
 from dmx.files import write_atomic, write_text
+from dmx.models.checkpointing import checkpointing
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
@@ -365,7 +366,7 @@ class DifferentiableSearch:
             searching_model(
                 self.model, self.space, self.family, config.scale_rule, self.rotations
             ) as bank,
-            _checkpointing(self.model, config.gradient_checkpointing),
+            checkpointing(self.model, config.gradient_checkpointing, "search"),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),
             progress("search", config.steps, done=self.step, quiet=quiet) as advance,
         ):
@@ -389,41 +390,3 @@ class DifferentiableSearch:
                 "more): the gradients are zero or the learning rate is. Raise search.lr, or start "
                 "elsewhere (search.raw_start)."
             )
-
-
-@contextmanager
-def _checkpointing(model: nn.Module, on: bool) -> Iterator[None]:
-    """Gradient checkpointing of a transformers model inside, everything as it was after.
-
-    `gradient_checkpointing_enable` is not used: it leaves a hook on the embeddings behind.
-
-    Raises:
-        ModelError: the model has no blocks that checkpoint.
-    """
-    if not on:
-        yield
-        return
-    blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
-    if not blocks:
-        raise ModelError(
-            f"search.gradient_checkpointing=true: {type(model).__name__} does not support it. "
-            "Set it to false."
-        )
-    names = ("gradient_checkpointing", "_gradient_checkpointing_func", "training")
-    before = [{k: m.__dict__[k] for k in names if k in m.__dict__} for m in blocks]
-    for block in blocks:
-        # The input of the first block needs no gradient, the offsets inside it do: only the
-        # non-reentrant form sees them. Blocks checkpoint when they are in training mode; their
-        # children stay in eval mode, so that dropout stays off.
-        block.__dict__ |= {
-            "gradient_checkpointing": True,
-            "_gradient_checkpointing_func": partial(checkpoint, use_reentrant=False),
-            "training": True,
-        }
-    try:
-        yield
-    finally:
-        for block, values in zip(blocks, before, strict=True):
-            for name in names:
-                block.__dict__.pop(name, None)
-            block.__dict__.update(values)

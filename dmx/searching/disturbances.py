@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from dmx.assignment.budget import SearchSpace
+from dmx.assignment.space import SearchSpace
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import Divergence
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact

@@ -14,32 +14,27 @@ WARM_UP_CALLS = 3
 
 
 class GraphedStep:
-    """`step(tokens, temperature)` captured once and replayed with new values in the same places.
+    """`step(*inputs)` captured once and replayed with new values in the same places.
 
     The result of a call is overwritten by the next one.
     """
 
-    def __init__(
-        self,
-        step: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
-        tokens: Tensor,
-        temperature: Tensor,
-    ) -> None:
-        self.tokens, self.temperature = tokens.clone(), temperature.clone()
+    def __init__(self, step: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> None:
+        self.inputs = [value.clone() for value in inputs]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_CALLS):
-                step(self.tokens, self.temperature)
+                step(*self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         # What the warm-up freed on the side stream is of no use to the graph's own pool.
         torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.results = step(self.tokens, self.temperature)
+            self.results = step(*self.inputs)
 
-    def __call__(self, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-        self.tokens.copy_(tokens)
-        self.temperature.copy_(temperature)
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        for kept, given in zip(self.inputs, inputs, strict=True):
+            kept.copy_(given)
         self.graph.replay()
         return self.results

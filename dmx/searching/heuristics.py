@@ -25,7 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.assignment.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
+from dmx.assignment.space import SearchSpace
 from dmx.errors import BudgetError
 from dmx.formats import BlockFormat, Family
 from dmx.kernels import ops

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.assignment.budget import SearchSpace
+from dmx.assignment.space import SearchSpace
 from dmx.formats import BlockFormat, Family, ScaleRule
 from dmx.kernels import ops
 from dmx.models.running import evaluating

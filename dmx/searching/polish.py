@@ -35,7 +35,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.assignment.budget import Budget, SearchSpace, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
+from dmx.assignment.space import SearchSpace
 from dmx.errors import BudgetError, RunError
 from dmx.files import write_json, write_text
 from dmx.formats import BlockFormat

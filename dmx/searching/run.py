@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dmx.applying.layers import is_applied
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import Budget, SearchSpace, build_space
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
@@ -51,7 +52,7 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
         fixed=config.fixed,
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
-        operands=config.operands,
+        choices=config.operands,
     )
     if config.transform_file is not None:
         asked_transform(config, space)

@@ -1,6 +1,6 @@
 """Which transform a search config asks for."""
 
-from dmx.assignment.budget import SearchSpace
+from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
 from dmx.searching.config import SearchConfig, SearchConfigError
 from dmx.transforms.stage import Transform, check_rotations, read_rotations

@@ -1,0 +1,1 @@
+"""What becomes of the weights after the search."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dmx.formats import BLOCK_FORMATS
+from dmx.formats import FORMATS
 
 from .groups import Group
 from .html import Html, el, scroll_table
@@ -32,7 +32,7 @@ def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
     """projection -> share of its operands, by weights, above the assignment's smallest format, 0 to
     1."""
     bits = [
-        {k: BLOCK_FORMATS[f].element_bits for k, f in formats.items()}
+        {k: FORMATS[f].element_bits for k, f in formats.items()}
         for formats in operand_formats(assignment).values()
     ]
     low = min(min(of.values()) for of in bits)

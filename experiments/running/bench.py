@@ -21,7 +21,8 @@ from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
-from dmx.weights.gptq import GptqConfig, gptq
+from dmx.weights.config import GptqConfig
+from dmx.weights.gptq import gptq
 
 from ..reporting.record import ModelFacts, Row, TextFacts
 from .measuring import measure_losses, measure_tasks

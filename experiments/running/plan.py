@@ -78,8 +78,9 @@ class Comparison:
             raise ConfigError(
                 "budgets and searches must not be empty: budgets=[4.5,5] searches=[kl,fisher]"
             )
+        learned = None if self.learner is None else self.learner.text
         for asked in self.searches:
-            settings = self.of(asked, self.settings.seed, self.learner and self.learner.text)
+            settings = self.of(asked, self.settings.seed, learned)
             if calibration_batches is not None:
                 settings.check_batches(calibration_batches)
         polished = [asked.text for asked in self.searches if asked.polish]

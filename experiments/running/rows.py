@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
 from mor.statistics import read_log
 from mor.training import TrainResult
@@ -58,7 +59,7 @@ def method_of(
     )
 
 
-def scale_rules_text(rules: Mapping[str, Mapping[str, str]]) -> str:
+def scale_rules_text(rules: ScaleRules) -> str:
     """Scale rules in a few words: the one rule of all formats, or each operand's.
 
     Args:
@@ -173,8 +174,8 @@ def make_row(
         format_counts=None
         if assignment is None
         else format_counts(assignment.formats, assignment.input_formats),
-        transform=_facts(assignment and assignment.transform),
-        weights=_facts(assignment and assignment.weights),
+        transform=None if assignment is None else _facts(assignment.transform),
+        weights=None if assignment is None else _facts(assignment.weights),
         safety=safety,
         reasons=reasons,
     )

@@ -18,7 +18,7 @@ from torch import nn
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
-from dmx.formats import BF16, BlockFormat, get_block_format
+from dmx.formats import BF16, Format, get_block_format, get_format
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
 
@@ -33,7 +33,7 @@ class Source:
     """A name, read as far as it goes without a model."""
 
     name: str
-    uniform: BlockFormat | None = None
+    uniform: Format | None = None
     given: Assignment | Mapping[str, Any] | None = None
     """An assignment, or the body of another tool's config."""
     files: Path | None = None
@@ -46,7 +46,8 @@ class Source:
             AssignmentError, FormatError: it is for another model, or has formats that are not MX.
         """
         if self.uniform is not None:
-            return uniform_assignment(model, self.uniform, SearchConfig(name="uniform"))
+            block_format = get_block_format(self.uniform)
+            return uniform_assignment(model, block_format, SearchConfig(name="uniform"))
         if isinstance(self.given, Assignment):
             self.given.check(model)
             return self.given
@@ -76,7 +77,7 @@ def read_source(name: str, setting: str) -> Source:
     """
     path = Path(name)
     if not (name.endswith(".json") or "/" in name or path.exists()):
-        return Source(name, uniform=get_block_format(name, setting=setting))
+        return Source(name, uniform=get_format(name, setting=setting))
     files = None
     if path.is_dir():
         files = path if is_exported(path) else None
@@ -124,7 +125,7 @@ def measure_source(
     if source.uniform is BF16:
         bench.unquantized()
     elif source.uniform is not None:
-        bench.uniform(source.uniform, uniform)
+        bench.uniform(get_block_format(source.uniform), uniform)
     else:
         assert assignment is not None
         with bench.weights_of(source.files):

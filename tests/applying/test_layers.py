@@ -11,7 +11,7 @@ from torch import nn
 import dmx
 from dmx.applying.layers import QuantLinear, is_applied, quantized_layers
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, DataError, ModelError
 from dmx.formats import FAMILIES, get_family
 from dmx.models.swap import replace_layers
@@ -35,15 +35,15 @@ def mixed(model, family="mxfp6_mxfp4", **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("units", ["fused", "layer"])
-@pytest.mark.parametrize("operands", ["joint", "separate"])
+@pytest.mark.parametrize("choices", ["joint", "separate"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hard_model_and_applied_assignment_give_equal_logits(
-    family, operands, units, dtype, make_tiny
+    family, choices, units, dtype, make_tiny
 ):
     model = make_tiny("qwen3", dtype=dtype).model
     fixed = {"*.1.self_attn.o_proj": "mxfp8_e5m2"}
-    space, choice, assignment = mixed(model, family, units=units, fixed=fixed, operands=operands)
-    assert bool(assignment.unequal) == (operands == "separate")
+    space, choice, assignment = mixed(model, family, units=units, fixed=fixed, choices=choices)
+    assert bool(assignment.unequal) == (choices == "separate")
     full = logits(model)
     with searching_model(model, space, get_family(family), "floor") as bank:
         assert torch.equal(logits(model), full)

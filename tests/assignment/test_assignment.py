@@ -8,10 +8,11 @@ import pytest
 import dmx
 from dmx.applying.layers import quantized_layers
 from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
-from dmx.assignment.budget import Budget, build_space
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError, RunError
-from dmx.formats import get_block_format, get_family
+from dmx.formats import get_family, get_format
 from dmx.models.identity import architecture_sha256
 
 
@@ -54,9 +55,7 @@ def test_the_file_has_the_keys_of_the_schema_in_order(body, tiny_random):
 def test_stated_bits_are_the_average_of_the_formats_and_of_the_whole_model(assignment, tiny_random):
     model = tiny_random.model
     sizes = {k: a * b for k, (a, b) in assignment.shapes.items()}
-    bits = {
-        k: sizes[k] * get_block_format(f).bits_per_element for k, f in assignment.formats.items()
-    }
+    bits = {k: sizes[k] * get_format(f).bits_per_element for k, f in assignment.formats.items()}
     total = sum(p.numel() for p in model.parameters())
     stored, quantized = sum(bits.values()), sum(sizes.values())
     assert assignment.bits["bits_per_element"] == pytest.approx(stored / quantized, rel=1e-12)
@@ -80,7 +79,7 @@ def test_tied_embeddings_count_once_in_the_whole_model(make_tiny):
 @pytest.mark.parametrize("weighting", ["elements", "layers"])
 def test_either_weighting_survives_a_round_trip(weighting, operands, tiny_random, tmp_path):
     fixed = {"*.0.mlp.down_proj": "mxfp8"}
-    assignment = made(tiny_random.model, weighting=weighting, fixed=fixed, operands=operands)
+    assignment = made(tiny_random.model, weighting=weighting, fixed=fixed, choices=operands)
     assert Assignment.load(assignment.save(tmp_path / "a.json")) == assignment
 
 
@@ -94,7 +93,7 @@ def test_shared_weights_survive_a_round_trip(tiny_random, tmp_path):
 def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tiny_random, tmp_path):
     model = tiny_random.model
     low = made(model, choice=(0,))
-    apart = made(model, operands="separate", fixed={"*.0.mlp.down_proj": "mxfp8"}, units="layer")
+    apart = made(model, choices="separate", fixed={"*.0.mlp.down_proj": "mxfp8"}, units="layer")
     searched = [k for k in apart.formats if k != "model.layers.0.mlp.down_proj"]
     assert {apart.formats[k] for k in searched} == {"mxfp4"}  # every weight 0, every input 1
     assert {apart.input_formats[k] for k in searched} == {"mxfp6_e2m3"} and len(apart.unequal) == 13
@@ -113,7 +112,7 @@ def test_bits_of_separate_operands_count_both_and_what_is_stored_the_weights(tin
 
 def test_equal_operands_are_not_named_apart_and_have_the_bits_of_the_joint_choice(tiny_random):
     joint = made(tiny_random.model)
-    apart = made(tiny_random.model, choice=(0, 0, 1, 1), operands="separate")
+    apart = made(tiny_random.model, choice=(0, 0, 1, 1), choices="separate")
     assert apart.input_formats is None and not apart.unequal
     assert (apart.formats, apart.bits) == (joint.formats, joint.bits)
 
@@ -165,7 +164,7 @@ def test_a_rule_is_that_of_the_operand_and_the_format_and_else_floor(tiny_random
     body["scale_rules"] = {"weight": {"mxfp4": "even"}, "input": {"mxfp6": "ceil"}}
     loaded = Assignment.from_dict(body)
     assert [
-        loaded.rule(operand, get_block_format(name))
+        loaded.rule(operand, get_format(name))
         for operand in ("weight", "input")
         for name in ("mxfp4", "mxfp6", "mxfp8")
     ] == ["even", "floor", "floor", "floor", "ceil", "floor"]

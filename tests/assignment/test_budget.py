@@ -9,17 +9,11 @@ import torch
 from torch import nn
 
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import (
-    OPERANDS,
-    Budget,
-    SearchSpace,
-    Unit,
-    build_space,
-    is_maximal,
-    project,
-)
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import is_maximal, project
+from dmx.assignment.space import SearchSpace, Unit, build_space
 from dmx.errors import BudgetError, FormatError, ModelError
-from dmx.formats import BF16, BIT_UNITS, FAMILIES, MXFP6_E3M2, MXFP8_E4M3, get_family
+from dmx.formats import BF16, BIT_UNITS, FAMILIES, MXFP6_E3M2, MXFP8_E4M3, OPERANDS, get_family
 from dmx.searching.heuristics import uniform_choice
 
 WEIGHTINGS = ("elements", "layers")
@@ -273,7 +267,7 @@ def test_fused_units_join_what_vllm_joins(tiny_random):
         ("0.mlp.down_proj", 1),
     ]
     assert len(space.units) == 8 and space.unquantized == ("lm_head",)
-    separate = build_space(tiny_random.model, space.formats, operands="separate")
+    separate = build_space(tiny_random.model, space.formats, choices="separate")
     assert [u.name for u in separate.units] == [
         f"{u.name}:{operand}" for u in space.units for operand in OPERANDS
     ]
@@ -367,7 +361,7 @@ def test_patterns_that_leave_nothing_or_match_nothing_are_refused(options, words
     ("options", "words"),
     [
         ({"fixed": {"*.fc": "mxfp5"}}, r"search\.fixed='mxfp5' is no block format.*Did you mean"),
-        ({"operands": "apart"}, r"search\.operands='apart'.*joint, separate"),
+        ({"choices": "apart"}, r"search\.choices='apart'.*joint, separate"),
         ({"units": "fuse"}, r"search\.units='fuse'.*Did you mean 'fused'.*fused, layer"),
         ({"weighting": "bytes"}, r"search\.weighting='bytes'.*elements, layers"),
     ],

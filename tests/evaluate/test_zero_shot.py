@@ -13,7 +13,7 @@ from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot, scoring
 from dmx.evaluate.zero_shot import requests as zero_shot_requests
 from dmx.evaluate.zero_shot import tasks as zero_shot_tasks
 from dmx.evaluate.zero_shot.cache import DECIDING_MODULES, result_cache
-from dmx.formats import get_mx_format
+from dmx.formats import get_block_format
 from dmx.searching import SearchConfig, uniform_assignment
 from dmx.state import code_version
 
@@ -41,7 +41,7 @@ def asked(dmx_data, tiny_random, _kept):
 
 
 def mxfp4(model):
-    return uniform_assignment(model, get_mx_format("mxfp4"), SearchConfig(name="uniform"))
+    return uniform_assignment(model, get_block_format("mxfp4"), SearchConfig(name="uniform"))
 
 
 # ---------------------------------------------------------------- against lm-eval

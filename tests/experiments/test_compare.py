@@ -9,7 +9,7 @@ import torch
 
 import dmx
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.formats import get_family
 from dmx.models.running import model_logits
 from dmx.numerics import kl_divergence

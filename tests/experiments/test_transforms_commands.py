@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.formats import get_mx_format
+from dmx.formats import get_block_format
 from dmx.searching import SearchConfig, uniform_assignment
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
@@ -35,7 +35,7 @@ def results(folder):
 
 def uniform(model, name, block_format="mxfp4"):
     config = SearchConfig(name="uniform", transform=name)
-    return uniform_assignment(model, get_mx_format(block_format), config)
+    return uniform_assignment(model, get_block_format(block_format), config)
 
 
 # ---------------------------------------------------------------- commands

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.exporting import _fresh_load, verify
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.quark import DTYPES
@@ -29,7 +29,7 @@ def mixed(model, formats, units="layer", **options):
 
 def unequal(model, formats=VLLM):
     """The low format for every weight, the high one for every other layer's input."""
-    space = build_space(model, formats, units="fused", operands="separate")
+    space = build_space(model, formats, units="fused", choices="separate")
     choice = [i % 4 == 1 for i in range(len(space.units))]
     return make_assignment(space, np.array(choice, dtype=np.int64), model)
 

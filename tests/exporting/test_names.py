@@ -135,7 +135,7 @@ def test_auto_round_and_modelopt_recipes_name_all_five(tiny_random, tmp_path):
     config = json.loads(recipe(model, assignment, tmp_path / "m", "modelopt"))["quant_cfg"]
     assert config["*"] == {"enable": False} and len(config) == 1 + 2 * len(assignment.formats)
     for layer, name in assignment.formats.items():
-        element = assignment.block_format(layer).element
+        element = assignment.format_of("weight", layer).element
         bits = [element.exponent_bits, element.mantissa_bits]
         assert config[f"{layer}.weight_quantizer"]["num_bits"] == bits, name
     apart, layer = unequal(model), "model.layers.0.self_attn.q_proj"  # MXFP4 by MXFP8

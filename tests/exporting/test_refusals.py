@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import dmx
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import Budget, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
 from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import exporter, writing

@@ -14,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 
 from dmx.errors import DmxError, RunError
+from experiments.reporting.plots.training import fallback_map
 from experiments.reporting.recipes import comparison, comparison_text
 from experiments.reporting.record import Record, TrainingRow
-from experiments.reporting.plots.training import fallback_map
 from experiments.running.composing import build_root
 from experiments.running.training import save_model
 from experiments.train_mor import TrainMorRun

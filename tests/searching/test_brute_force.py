@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import dmx
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import Budget, SearchSpace, is_maximal
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import is_maximal
+from dmx.assignment.space import SearchSpace
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, search_space
 

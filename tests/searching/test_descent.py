@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dmx
-from dmx.assignment.budget import Budget, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import project
 from dmx.errors import DmxError
 from dmx.formats import get_family
 from dmx.searching import SearchConfig, search_space

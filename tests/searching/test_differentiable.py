@@ -13,7 +13,9 @@ from torch import nn
 
 import dmx
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import Budget, build_space, is_maximal
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import is_maximal
+from dmx.assignment.space import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dmx.applying.quantizers import fake_quant
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import SearchConfig, schedule
 from dmx.searching.offsets import anneal, harden, preference, searching_model
@@ -144,7 +144,7 @@ def held_quantizer(x, b0, family):
 
 def space_of(toy, family, n_units):
     """Of one layer: one unit, or one for each operand."""
-    return build_space(toy, family.formats, operands=("joint", "separate")[n_units - 1])
+    return build_space(toy, family.formats, choices=("joint", "separate")[n_units - 1])
 
 
 class Toy(nn.Module):

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dmx
-from dmx.assignment.budget import Budget, is_maximal, project
+from dmx.assignment.budget import Budget
+from dmx.assignment.projection import is_maximal, project
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
 from dmx.progress import Stopwatch

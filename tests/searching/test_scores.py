@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import dmx
-from dmx.assignment.budget import Budget, build_space
+from dmx.assignment.budget import Budget
+from dmx.assignment.space import build_space
 from dmx.errors import RunError
 from dmx.formats import get_family
 from dmx.searching import SearchConfig

@@ -8,7 +8,7 @@ from torch import nn
 
 import dmx
 from dmx.assignment.assignment import make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.errors import ModelError
 from dmx.formats import get_family
 from dmx.transforms.hadamard import hadamard_matrix, hadamard_transform

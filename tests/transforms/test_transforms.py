@@ -14,7 +14,7 @@ from torch import nn
 import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError, RunError
-from dmx.formats import get_mx_format
+from dmx.formats import get_block_format
 from dmx.kernels import ops
 from dmx.models.linears import fused_group
 from dmx.searching import SearchConfig, search_space, uniform_assignment
@@ -61,7 +61,7 @@ def some(name, model):
 
 
 def uniform(model, transform, name="mxfp4"):
-    made = uniform_assignment(model, get_mx_format(name), SearchConfig(name="uniform"))
+    made = uniform_assignment(model, get_block_format(name), SearchConfig(name="uniform"))
     return transform.attach(made, model)
 
 
@@ -164,7 +164,7 @@ def test_apply_quantizes_the_rotated_operands_and_restore_gives_the_originals(
     dmx.restore(model)
     check_same(model, before)
 
-    quantize = lambda t: ops.fake_quant(t, get_mx_format("mxfp4"))  # noqa: E731
+    quantize = lambda t: ops.fake_quant(t, get_block_format("mxfp4"))  # noqa: E731
     with transformed(model, transform, [layer]):
         weight = model.get_submodule(layer).weight
     x = x if name == "hadamard_full" else rotate(x, transform.rotation(layer))
@@ -587,7 +587,7 @@ def test_settings_that_make_no_sense(settings, says):
 
 
 def test_uniform_rows_carry_the_transform_and_need_a_file_for_learned_ones(make_tiny, tmp_path):
-    model, block_format = make_tiny("llama").model, get_mx_format("mxfp4")
+    model, block_format = make_tiny("llama").model, get_block_format("mxfp4")
     for name in ALL[:2]:
         made = uniform_assignment(model, block_format, SearchConfig(name="uniform", transform=name))
         assert made.transform["name"] == name

@@ -19,22 +19,23 @@ import mor
 from dmx.applying.layers import quantized_layers
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.budget import build_space
+from dmx.assignment.space import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 from dmx.searching import SearchConfig, uniform_assignment
-from dmx.weights import gptq as rounding
-from dmx.weights.gptq import (
-    GptqConfig,
+from dmx.weights import columns
+from dmx.weights import gptq as gptq_module
+from dmx.weights.columns import (
     GraphedColumns,
     corrected_weight,
-    gptq,
     inverse_factor,
     round_weight,
 )
+from dmx.weights.config import GptqConfig
+from dmx.weights.gptq import gptq
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
 
@@ -129,7 +130,7 @@ def test_blocks_whose_scale_no_longer_fits_are_quantized_again(block_format, rul
             weight[:, 31::32] = 0.25 * (1 + 0.02 * torch.rand(256, 2, generator=generator))
             with monkeypatch.context() as patch:
                 if not second:
-                    patch.setattr(rounding.ops, "fake_quant", lambda x, *_, **__: x)
+                    patch.setattr(columns.ops, "fake_quant", lambda x, *_, **__: x)
                 factor = inverse_factor(x.T @ x, 0.001)
                 rounded = round_weight(weight, factor, block_format, rule)
             again = fake_quant(rounded, block_format, scale_rule=rule)
@@ -174,7 +175,7 @@ def test_captured_columns_give_the_same_bits(block_format):
         weight, hessian = (t.cuda() for t in correlated(seed, width=300, rows=rows))
         factor = inverse_factor(hessian, 0.01)
         expected = round_weight(weight, factor, block_format, "floor")
-        found = round_weight(weight, factor, block_format, "floor", round_columns=graphed)
+        found = round_weight(weight, factor, block_format, "floor", by=graphed)
         assert torch.equal(found, expected)
 
 
@@ -183,7 +184,7 @@ def test_errors_of_a_block_follow_from_its_end(generator):
     _, hessian = correlated(0, width=32)
     factor = inverse_factor(hessian, 0.01)
     block = torch.randn(32, 8, generator=generator)
-    values, errors = rounding._round_columns(block.clone(), factor, MXFP4.element)
+    values, errors = columns.round_columns(block.clone(), factor, MXFP4.element)
     solved = torch.linalg.solve_triangular(factor.T, block - values, upper=False)
     assert torch.allclose(solved, errors, rtol=1e-4, atol=1e-4 * float(errors.abs().max()))
 
@@ -293,9 +294,9 @@ def test_every_layer_is_rounded_on_what_its_product_sees(
         target = weight.float()
         if correct_inputs:
             target = corrected_weight(target, factor, crosses[id(layer)])
-        expected = round_weight(target, factor, assignment.block_format(name), "floor")
+        expected = round_weight(target, factor, assignment.format_of("weight", name), "floor")
         agree.append((layer.quantized_weight() == expected.to(weight.dtype)).float().mean())
-        nearest = fake_quant(weight, assignment.block_format(name))
+        nearest = fake_quant(weight, assignment.format_of("weight", name))
         assert not torch.equal(layer.quantized_weight(), nearest), name
         errors = [
             output_error(target, q.float(), hessians[id(layer)])
@@ -320,30 +321,28 @@ def test_layers_of_one_input_and_several_formats_share_its_hessian(tiny_random):
     model = tiny_random.model
     assignment = replace(mixed(model), input_formats=dict.fromkeys(mixed(model).formats, "mxfp4"))
     seen = []
-    real = rounding.inverse_factor
+    real = gptq_module.inverse_factor
     try:
-        rounding.inverse_factor = lambda h, d: seen.append(h.clone()) or real(h, d)
+        gptq_module.inverse_factor = lambda h, d: seen.append(h.clone()) or real(h, d)
         gptq(model, assignment, BATCHES)
     finally:
-        rounding.inverse_factor = real
+        gptq_module.inverse_factor = real
     assert len(seen) == 4 * len(model.model.layers)  # q/k/v, o, gate/up, down
 
 
 def test_layers_of_one_input_in_several_formats_have_hessians_of_their_own(tiny_random):
     """Weights are rounded against the inputs that they will meet."""
     model = tiny_random.model
-    space = build_space(
-        model, get_family("mxfp6_mxfp4").formats, units="layer", operands="separate"
-    )
+    space = build_space(model, get_family("mxfp6_mxfp4").formats, units="layer", choices="separate")
     only_q_high = [int(u.name.endswith("q_proj:input")) for u in space.units]
     assignment = make_assignment(space, only_q_high, model)
     seen = []
-    real = rounding.inverse_factor
+    real = gptq_module.inverse_factor
     try:
-        rounding.inverse_factor = lambda h, d: seen.append(h.clone()) or real(h, d)
+        gptq_module.inverse_factor = lambda h, d: seen.append(h.clone()) or real(h, d)
         rounded = gptq(model, assignment, BATCHES)
     finally:
-        rounding.inverse_factor = real
+        gptq_module.inverse_factor = real
     assert len(seen) == 5 * len(model.model.layers)  # q, k/v, o, gate/up, down
     assert not torch.equal(seen[0], seen[1]) and rounded.input_formats == assignment.input_formats
     dmx.apply(model, rounded)
@@ -406,7 +405,8 @@ def test_saved_and_loaded_it_gives_the_same_logits(tiny_random, tmp_path):
     assert all(layer.weight_quantizer is None for layer in quantized_layers(model).values())
     dmx.restore(model)
     bits = sum(
-        loaded.block_format(n).bits_per_element * a * b for n, (a, b) in loaded.shapes.items()
+        loaded.format_of("weight", n).bits_per_element * a * b
+        for n, (a, b) in loaded.shapes.items()
     )
     size = (tmp_path / "weights.safetensors").stat().st_size
     assert bits / 8 < size < bits / 8 + 1000 * len(loaded.formats)
@@ -514,25 +514,27 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
     whole = gptq(model, assignment, BATCHES)
 
     def stop(hessian, damping):
-        if len(list(tmp_path.glob("rounding_state/*"))) == 1:
+        if len(list(tmp_path.glob("gptq_state/*"))) == 1:
             raise KeyboardInterrupt
         return inverse_factor(hessian, damping)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rounding, "inverse_factor", stop)
+        patch.setattr(gptq_module, "inverse_factor", stop)
         gptq(model, assignment, BATCHES, folder=tmp_path)
     assert not quantized_layers(model) and not model.training
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(rounding, "inverse_factor", lambda *a: calls.append(0) or inverse_factor(*a))
+        patch.setattr(
+            gptq_module, "inverse_factor", lambda *a: calls.append(0) or inverse_factor(*a)
+        )
         resumed = gptq(model, assignment, BATCHES, folder=tmp_path)
         assert resumed.weights == whole.weights
         assert len(calls) == 7  # of the second block; every layer has an input format of its own
         assert gptq(model, assignment, BATCHES, folder=tmp_path).weights == whole.weights
         assert len(calls) == 7
-    with pytest.raises(RunError, match=r"of a rounding with other settings"):
+    with pytest.raises(RunError, match=r"of a gptq run with other settings"):
         gptq(model, assignment, BATCHES, damping=0.1, folder=tmp_path)
-    state = tmp_path / "rounding_state" / "0000.safetensors"
+    state = tmp_path / "gptq_state" / "0000.safetensors"
     state.write_bytes(state.read_bytes()[:50])
     with pytest.raises(RunError, match=r"0000\.safetensors is damaged"):
         gptq(model, assignment, BATCHES, folder=tmp_path)
@@ -568,7 +570,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     plain, rounded = (Assignment.load(folder / f"assignment{x}.json") for x in ("", ".gptq"))
     assert plain.formats == rounded.formats and plain.weights is None
     assert rounded.weights["batches"] == 2 and rounded.weights["seconds"] > 0
-    assert not list((tmp_path / "run").rglob("rounding_state"))
+    assert not list((tmp_path / "run").rglob("gptq_state"))
     code, _out, err = run(
         evaluate, *GIVEN, f"assignments=[{folder}/assignment.json,{folder}/assignment.gptq.json]",
         f"run.folder={tmp_path}/again",
@@ -606,7 +608,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     deadline = time.time() + 120
-    while not list(folder.glob("*/rounding_state/*.safetensors")) and time.time() < deadline:
+    while not list(folder.glob("*/gptq_state/*.safetensors")) and time.time() < deadline:
         assert process.poll() is None, "it ended before it could be stopped"
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)

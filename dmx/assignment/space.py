@@ -1,0 +1,278 @@
+"""What may be chosen: the units of a model, their candidate formats, and what a choice costs.
+
+A *unit* is the layers that share one choice: a fused group (q/k/v, gate/up: what vLLM can run) or
+one layer. A `SearchSpace` is the units of a model with their candidate formats, smallest first. A
+choice is an index into the candidates for each unit; its average is weighted by the weight
+elements of the quantized layers (or by layers alike). Layers in BF16, lm_head, embeddings and
+norms are outside the average; layers fixed to a block format are inside it, as a constant.
+
+With separate choices a unit sets the format of the weights or of the inputs alone, and both count in
+the average. A token's multiply-accumulates of a layer are as many as its weight elements, whichever
+operand is looked at, so both weigh the same, and a choice that is alike for both has the same average
+as the joint choice.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+import numpy as np
+from torch import nn
+
+from dmx.assignment.budget import Budget
+from dmx.errors import BudgetError, ModelError
+from dmx.formats import (
+    BLOCK_SIZE,
+    OPERANDS,
+    BitUnit,
+    BlockFormat,
+    Operand,
+    Unquantized,
+    check_choice,
+    get_format,
+)
+from dmx.models.linears import fused_group, linear_layers, match_layers, own_elements
+
+Units = Literal["fused", "layer"]
+Weighting = Literal["elements", "layers"]
+Choices = Literal["joint", "separate"]
+"""Whether one choice sets the formats of a unit's weights and inputs, or one for each."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that share one choice. `weight` is what the unit counts in the average."""
+
+    name: str
+    layers: tuple[str, ...]
+    elements: int
+    """Weight elements; a weight that several layers share counts once."""
+    weight: int
+    operands: tuple[Operand, ...] = OPERANDS
+    """What the choice is for."""
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """What a search may choose: units, candidate formats, and the layers it leaves alone."""
+
+    units: tuple[Unit, ...]
+    formats: tuple[BlockFormat, ...]
+    """Candidates of every unit, smallest first."""
+    granularity: Units
+    shapes: Mapping[str, tuple[int, int]]
+    """Weight shape of every quantized layer, fixed ones included."""
+    fixed: Mapping[str, BlockFormat] = field(default_factory=dict)
+    fixed_elements: Mapping[str, int] = field(default_factory=dict)
+    """Weight elements of each fixed layer; a weight that several layers share counts once."""
+    unquantized: tuple[str, ...] = ()
+    """Linear layers that stay in 16 bits."""
+    weighting: Weighting = "elements"
+    model_elements: int = 0
+    """Parameters of the whole model, shared ones once."""
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        return np.array([u.weight for u in self.units], dtype=np.float64)
+
+    @cached_property
+    def name_rank(self) -> np.ndarray:
+        """(U,) int64; place of each unit in the order of names."""
+        by_name = np.argsort([u.name for u in self.units], kind="stable")
+        return np.argsort(by_name, kind="stable")
+
+    @cached_property
+    def is_separate(self) -> bool:
+        """Whether weights and inputs choose separately."""
+        return any(unit.operands != OPERANDS for unit in self.units)
+
+    @cached_property
+    def _fixed_weights(self) -> dict[str, int]:
+        counted = len(OPERANDS) if self.is_separate else 1
+        layers = self.weighting == "layers"
+        return {k: counted * (1 if layers else n) for k, n in self.fixed_elements.items()}
+
+    @cached_property
+    def total_weight(self) -> float:
+        return float(self.weights.sum() + sum(self._fixed_weights.values()))
+
+    def candidate_bits(self, unit: BitUnit) -> np.ndarray:
+        return np.array([f.bits(unit) for f in self.formats])
+
+    def fixed_bits(self, unit: BitUnit) -> float:
+        """Bits times weight of the layers with a fixed MX format."""
+        return sum(w * self.fixed[name].bits(unit) for name, w in self._fixed_weights.items())
+
+    def average(self, choice: Sequence[int] | np.ndarray, unit: BitUnit) -> float:
+        """Average bits of a choice (index of the format of each unit)."""
+        bits = self.candidate_bits(unit)[np.asarray(choice, dtype=np.int64)]
+        return float((self.weights @ bits + self.fixed_bits(unit)) / self.total_weight)
+
+    def bounds(self, unit: BitUnit) -> tuple[float, float]:
+        """Average of the cheapest and of the dearest choice."""
+        n = len(self.units)
+        top = len(self.formats) - 1
+        return self.average([0] * n, unit), self.average([top] * n, unit)
+
+    def unit_of(self, operand: Operand) -> dict[str, int]:
+        """layer name -> index of the unit that sets this operand."""
+        return {
+            layer: index
+            for index, unit in enumerate(self.units)
+            if operand in unit.operands
+            for layer in unit.layers
+        }
+
+    def layer_formats(
+        self, choice: Sequence[int] | np.ndarray, operand: Operand = "weight"
+    ) -> dict[str, str]:
+        """layer name -> format name, fixed layers included, in the order of the model."""
+        chosen = {
+            layer: self.formats[int(choice[index])].name
+            for layer, index in self.unit_of(operand).items()
+        }
+        chosen |= {name: f.name for name, f in self.fixed.items()}
+        return {name: chosen[name] for name in self.shapes}
+
+    def choice_of(
+        self, formats: Mapping[str, str], inputs: Mapping[str, str] | None = None
+    ) -> np.ndarray:
+        """(U,) the choice that gives weights and inputs these formats (layer name -> format name).
+
+        Args:
+            inputs: None: as `formats`.
+
+        Raises:
+            KeyError: a layer without a format. ValueError: formats that no choice gives.
+        """
+        names = [f.name for f in self.formats]
+        of: dict[Operand, Mapping[str, str]] = {"weight": formats, "input": inputs or formats}
+        choice = np.array([names.index(of[u.operands[0]][u.layers[0]]) for u in self.units])
+        for operand, asked in of.items():
+            for layer, given in self.layer_formats(choice, operand).items():
+                if asked[layer] != given:
+                    raise ValueError(f"{asked[layer]} of the {operand} of {layer}")
+        return choice
+
+    def check_budget(self, budget: Budget, *, warn: bool = True) -> None:
+        """Raise BudgetError when no choice meets it; warn when every choice does."""
+        low, high = self.bounds(budget.unit)
+        names = ", ".join(map(str, self.formats))
+        if budget.limit < low:
+            raise BudgetError(
+                f"budget.limit={budget.limit:g} {budget.unit} is below the cheapest assignment: "
+                f"{low:.4g} (all {self.formats[0]}). Reachable with [{names}]: {low:.4g} to "
+                f"{high:.4g}. Raise budget.limit or choose a family with a smaller format."
+            )
+        if warn and budget.limit >= high:
+            warnings.warn(
+                f"budget.limit={budget.limit:g} {budget.unit} is not below the dearest assignment "
+                f"({high:.4g}): every layer gets {self.formats[-1]}.",
+                stacklevel=2,
+            )
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    get = getattr(model, "get_output_embeddings", None)
+    return get() if callable(get) else None
+
+
+def build_space(
+    model: nn.Module,
+    formats: Sequence[BlockFormat],
+    *,
+    units: Units = "fused",
+    exclude: Sequence[str] = (),
+    fixed: Mapping[str, str] | None = None,
+    include_lm_head: bool = False,
+    weighting: Weighting = "elements",
+    choices: Choices = "joint",
+) -> SearchSpace:
+    """Units of a model; works on a meta-device model, since it reads shapes only.
+
+    Args:
+        choices: separate makes two units, `name:weight` and `name:input`, of each.
+        exclude: globs of layers that stay in BF16.
+        fixed: glob -> format of layers that are not searched; the first match counts.
+
+    Raises:
+        ModelError: nothing to search, or a pattern that matches no layer.
+        FormatError: unknown units, weighting, choices or format.
+    """
+    check_choice(units, get_args(Units), "search.units")
+    check_choice(weighting, get_args(Weighting), "search.weighting")
+    check_choice(choices, get_args(Choices), "search.choices")
+    linears = linear_layers(model)
+    names = list(linears)
+    excluded = match_layers(exclude, names, "search.exclude")
+    fixed_patterns = {k: get_format(v, setting="search.fixed") for k, v in (fixed or {}).items()}
+    fixed_by = match_layers(fixed_patterns, names, "search.fixed")
+    output = _output_layer(model)
+
+    searched: list[str] = []
+    fixed_formats: dict[str, BlockFormat] = {}
+    unquantized: list[str] = []
+    for name, linear in linears.items():
+        keep = name in excluded or linear.in_features % BLOCK_SIZE != 0
+        asked = fixed_patterns[fixed_by[name]] if name in fixed_by else None
+        if linear is output and not include_lm_head and asked is None:
+            keep = True
+        if keep or isinstance(asked, Unquantized):
+            unquantized.append(name)
+        elif asked is not None:
+            fixed_formats[name] = asked
+        else:
+            searched.append(name)
+    if not searched:
+        raise ModelError(
+            f"nothing to search: {len(linears)} linear layers, none of them free (in_features must "
+            f"be a multiple of {BLOCK_SIZE}; excluded: {len(excluded)}, fixed: {len(fixed_by)}). "
+            "Loosen search.exclude or search.fixed, or choose another model."
+        )
+
+    built = _joint_units(linears, searched, units, weighting)
+    if choices == "separate":
+        built = [
+            replace(unit, name=f"{unit.name}:{operand}", operands=(operand,))
+            for unit in built
+            for operand in OPERANDS
+        ]
+    # A weight that a searched layer shares is counted there.
+    sizes = own_elements(linears, [*searched, *fixed_formats])
+    return SearchSpace(
+        units=tuple(built),
+        formats=tuple(formats),
+        granularity=units,
+        shapes={n: (m.out_features, m.in_features) for n, m in linears.items() if n in sizes},
+        fixed=fixed_formats,
+        fixed_elements={n: sizes[n] for n in fixed_formats},
+        unquantized=tuple(unquantized),
+        weighting=weighting,
+        model_elements=sum(p.numel() for p in model.parameters()),
+    )
+
+
+def _joint_units(
+    linears: Mapping[str, nn.Linear], searched: Sequence[str], units: Units, weighting: Weighting
+) -> list[Unit]:
+    # Layers that share one weight must share one choice, and the weight counts once.
+    owner: dict[int, str] = {}
+    groups: dict[str, list[str]] = {}
+    for name in searched:
+        group = fused_group(name) if units == "fused" else name
+        group = owner.setdefault(id(linears[name].weight), group)
+        groups.setdefault(group, []).append(name)
+    built = []
+    for group, members in groups.items():
+        size = sum(own_elements(linears, members).values())
+        built.append(
+            Unit(
+                name=group if len(members) > 1 else members[0],
+                layers=tuple(members),
+                elements=size,
+                weight=size if weighting == "elements" else len(members),
+            )
+        )
+    return built

@@ -1,0 +1,164 @@
+"""The mathematics of GPTQ on one weight: columns rounded in turn, each error made good in the rest.
+
+    H   = X^T X + damping * mean(diag) * I,   U upper with H^-1 = U^T U     (GPTQ's factor 2 cancels)
+    e_i = (w_i - q_i) / U_ii,   w_j -= U_ij e_i  for j > i
+
+With MX formats, 32 columns share a scale in each row. It is fixed when their first column is
+reached, by the assignment's scale rule, from the weights as they then are. Columns keep their natural
+order: GPTQ's order by activity would tear the blocks apart, which are contiguous along in_features.
+
+A finished block may lie on a lattice that the scale rule would not choose for it (its largest value
+has shrunk, or, under `ceil`, grown). It is quantized once more by the rule, and where that changes
+a row, the errors of the block are computed again from its end: e solves U^T e = w - q there.
+`fake_quant` gives its own results back, so that rounding the result again, by the same format and
+rule, changes no value: exports and loaded files need nothing but the weights.
+
+Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales,
+the second quantization and the correction for inputs are ours.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmx.errors import RunError
+from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
+from dmx.kernels import ops
+from dmx.numerics import amax_to_scale_exponent, round_to_element
+from dmx.numerics.rounding import exact_power_of_two
+
+LAZY_COLUMNS = 128
+"""Columns whose errors reach the rest of the weight in one product; from the paper."""
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """U of the formulas above, (n, n) float32, upper; computed in float64.
+
+    Args:
+        hessian: (n, n) float32, a sum of x^T x. Columns without input have zeros; damping makes
+            them independent of the others, so they are rounded to nearest.
+
+    Raises:
+        RunError: not finite, or not positive definite even with the damping.
+    """
+    h = hessian.double()
+    mean = h.diagonal().mean()
+    if not bool(mean.isfinite()):
+        raise RunError(
+            "gptq: the Hessian is not finite: the inputs of a layer overflow on the calibration "
+            "data. Use another dtype (bfloat16) or other data."
+        )
+    if not bool(mean > 0):
+        return torch.eye(len(h), device=h.device)
+    h.diagonal().add_(damping * mean)
+    # H with both axes flipped has a lower factor; flipped back it is upper: H = M M^T, U = M^-1.
+    lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
+    if bool(failed):
+        raise RunError(f"gptq.damping={damping}: the Hessian has no Cholesky factor. Raise it.")
+    identity = torch.eye(len(h), dtype=torch.float64, device=h.device)
+    return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True).float()
+
+
+def round_columns(x: Tensor, factor: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+    """The inner loop over the columns of one block of 32, in units of its scale.
+
+    Args:
+        x: (columns, rows) float32; used up. factor: (columns, columns), the block's part of U.
+
+    Returns:
+        Element values and errors e, both (columns, rows).
+    """
+    values, errors = torch.empty_like(x), torch.empty_like(x)
+    diagonal = factor.diagonal()
+    for i in range(len(x)):
+        values[i] = round_to_element(x[i], element)
+        torch.sub(x[i], values[i], out=errors[i]).div_(diagonal[i])
+        x[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return values, errors
+
+
+RoundColumns = Callable[[Tensor, Tensor, ElementFormat], tuple[Tensor, Tensor]]
+
+
+class GraphedColumns:
+    """`round_columns` on a GPU, captured for each shape and element: its many small launches take
+    far longer than what they launch. Results are overwritten by the next call."""
+
+    def __init__(self) -> None:
+        self._captured: dict[
+            Any, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+        ] = {}
+
+    def __call__(self, x: Tensor, factor: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+        key = (x.shape, element)
+        if key not in self._captured:
+            self._captured[key] = self._capture(x, factor, element)
+        graph, inputs, results = self._captured[key]
+        for kept, given in zip(inputs, (x, factor), strict=True):
+            kept.copy_(given)
+        graph.replay()
+        return results
+
+    def _capture(self, x: Tensor, factor: Tensor, element: ElementFormat) -> Any:
+        inputs = (x.clone(), factor.clone())
+        side = torch.cuda.Stream(x.device)
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            round_columns(*inputs, element)
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = round_columns(*inputs, element)
+        return graph, inputs, results
+
+
+@torch.no_grad()
+def round_weight(
+    weight: Tensor,
+    factor: Tensor,
+    block_format: BlockFormat,
+    scale_rule: ScaleRule,
+    *,
+    by: RoundColumns = round_columns,
+) -> Tensor:
+    """Round one weight, or the stacked weights of layers that share their input.
+
+    Args:
+        weight: (out, in) fp32, bf16 or fp16. factor: (in, in) float32 of `inverse_factor`.
+        by: rounds the columns of a block; a `GraphedColumns` gives the same bits sooner on a GPU.
+
+    Returns:
+        (out, in) float32, values of the format; `fake_quant` by it and the rule gives the same.
+    """
+    element = block_format.element
+    free = weight.detach().float().T.contiguous()  # (in, out): a column of the weight is a row
+    rounded, columns = torch.empty_like(free), len(free)
+    for start in range(0, columns, LAZY_COLUMNS):
+        end = min(start + LAZY_COLUMNS, columns)
+        errors = torch.empty_like(free[start:end])
+        for first in range(start, end, BLOCK_SIZE):
+            last = min(first + BLOCK_SIZE, end)
+            block, own = free[first:last], factor[first:last, first:last]
+            exponent = amax_to_scale_exponent(block.abs().amax(0), element, scale_rule)
+            # Powers of two: the loop in units of the scale gives the bits of the loop without.
+            values, error = by(block * exact_power_of_two(-exponent), own, element)
+            scale = exact_power_of_two(exponent)
+            values, error = values * scale, error * scale
+            ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule)
+            again = torch.linalg.solve_triangular(own.T, block - ruled, upper=False)
+            error = torch.where((ruled != values).any(0), again, error)
+            rounded[first:last], errors[first - start : last - start] = ruled, error
+            free[last:end].addmm_(factor[first:last, last:end].T, error, alpha=-1)
+        free[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return rounded.T.contiguous()
+
+
+def corrected_weight(weight: Tensor, factor: Tensor, cross: Tensor) -> Tensor:
+    """`weight + weight C^T H^-1`: the best weight for inputs that are quantized.
+
+    Args:
+        weight: (out, in) float32. factor: of `inverse_factor`. cross: C, (in, in) float32.
+    """
+    return weight + weight @ cross.T @ factor.T @ factor

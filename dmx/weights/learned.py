@@ -1,0 +1,502 @@
+"""Weights that learn under their formats: quantization-aware distillation of a model into itself.
+
+Rounding, however clever, keeps the weights that the model was trained with. Here all linear weights of an
+assignment move, with the formats and scale rules that they will have and inputs quantized as they will be:
+
+    minimize   KL(full precision, quantized), token mean, on the same tokens
+
+over float32 masters, whose quantized values the products see; gradients pass the quantizer straight through,
+also where a weight lies beyond the largest value of its block. AdamW without decay, a short warm-up, half a
+cosine to 0, the norm of the gradient clipped. The full-precision model is the same model before learning; its
+weights stay where they are, so that nothing but masters, moments, gradients and quantized weights is added.
+Norms, embeddings, and a head outside the assignment stay as they are.
+
+At the end the masters are quantized once and stored as GPTQ's are: values of the format, which quantizing
+again does not change.
+
+Sources: straight-through gradients, arXiv 1308.3432; LLM-QAT, arXiv 2305.17888, for distillation from the model
+itself.
+"""
+
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.applying.layers import is_applied
+from dmx.applying.stored import StoredWeight, sample_of, to_bytes
+from dmx.assignment.assignment import Assignment
+from dmx.data.batches import batch_order, batches_sha256, list_batches
+from dmx.errors import AssignmentError, DataError, ModelError, RunError
+from dmx.files import write_text
+from dmx.formats import check_choice
+from dmx.kernels import ops
+from dmx.models import check_searchable
+from dmx.models.checkpointing import checkpointing
+from dmx.models.linears import linear_layers
+from dmx.models.running import evaluating, is_purely_causal, maskless_attention
+from dmx.numerics.mx import INPUT_DTYPES
+from dmx.progress import Stopwatch, progress
+from dmx.searching.graph import GraphedStep
+from dmx.searching.processes import Processes
+from dmx.state import State, StateFile, code_version
+from dmx.transforms.block import BlockRotation
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
+from dmx.weights.identity import weights_fingerprint
+from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
+from dmx.weights.learned_loss import objective_of
+from dmx.weights.learned_optimizer import AdamW
+
+STATE_FILE = "learning_state.safetensors"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LOOK_EVERY = 10
+"""Steps between looks at the losses on a GPU, each of which waits for the device."""
+MEMORY_SHARE = 0.25
+"""Of the free memory of a GPU that what is kept of the full-precision model may take."""
+HOST_MEMORY = 1 << 30
+"""Bytes that it may take on a CPU."""
+
+
+@dataclass(kw_only=True)
+class LearnConfig:
+    """How weights learn; used where `weights` says learned."""
+
+    steps: int = 600
+    """> 0; one batch a step."""
+    lr: float = 2e-4
+    """Highest rate of AdamW."""
+    warmup: int = 20
+    """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""
+    max_norm: float = 1.0
+    """Of the gradient over all weights; a longer one is shortened to it."""
+    seed: int = 0
+    """Order of the batches."""
+    inputs: bool = True
+    """Learn with quantized inputs, as W+A runs; false = with full-precision inputs, as W runs."""
+    held_batches: int | None = None
+    """Batches, the last so many, that are not learned from: KL before and after is measured on them. null =
+    one in eight, at most 4. With 0 it is measured on the first batches, and says so."""
+    micro_batch: int | None = None
+    """Rows of a batch that run at a time, to save memory; null = all."""
+    masters: str = "float32"
+    """float32 | bfloat16 (rounded stochastically): what learns."""
+    optimizer_state: str = "float32"
+    """float32 | bfloat16 (rounded stochastically): AdamW's two moments."""
+    keep_reference: str = "auto"
+    """auto | on | off: keep what the full-precision model gave for a batch, so that a batch that comes again
+    costs no pass of it. auto: where memory allows."""
+    gradient_checkpointing: bool = False
+    cuda_graph: str = "auto"
+    """auto | on | off: capture forward and backward in a CUDA graph. auto: on a GPU, for purely causal sdpa
+    models without gradient checkpointing."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints, where a folder is given; a Ctrl-C leaves one, too."""
+
+    def __post_init__(self) -> None:
+        check_choice(self.masters, tuple(DTYPES), "learn.masters")
+        check_choice(self.optimizer_state, tuple(DTYPES), "learn.optimizer_state")
+        for name in ("keep_reference", "cuda_graph"):
+            check_choice(getattr(self, name), ("auto", "on", "off"), f"learn.{name}")
+        for name in ("inputs", "gradient_checkpointing"):
+            if type(getattr(self, name)) is not bool:
+                raise RunError(f"learn.{name}={getattr(self, name)!r} must be true or false")
+        for name in ("lr", "max_norm"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (is_number and math.isfinite(value) and value > 0):
+                raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
+        for name, low in (
+            ("steps", 1), ("warmup", 0), ("seed", 0), ("held_batches", 0), ("micro_batch", 1),
+            ("checkpoint_every", 1),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if name in ("held_batches", "micro_batch") and value is None:
+                continue
+            if type(value) is not int or value < low:
+                raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, 0 to steps - 1."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+    def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Batches to learn from, and those to measure on.
+
+        Raises:
+            DataError: none would be left to learn from.
+        """
+        held = self.held_batches
+        held = min(4, len(batches) // 8) if held is None else held
+        if held >= len(batches):
+            raise DataError(
+                f"learn.held_batches={held} of {len(batches)} batches leaves none to learn from. "
+                "Give more batches, or hold fewer."
+            )
+        learned = list(batches[: len(batches) - held])
+        return learned, list(batches[len(batches) - held :])
+
+
+@dataclass
+class _Interrupts:
+    """Whether Ctrl-C was asked for since; see `_deferred_interrupts`."""
+
+    asked: bool = False
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[_Interrupts]:
+    """The first Ctrl-C inside is only noted, so that a step is done whole; a second one interrupts."""
+    interrupts = _Interrupts()
+    is_ours = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not is_ours or before is not signal.default_int_handler:
+        yield interrupts
+        return
+
+    def note(number: int, frame: Any) -> None:
+        interrupts.asked = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@dataclass
+class _Learning:
+    """Steps of one run, on a model whose layers are under `bank`."""
+
+    model: nn.Module
+    bank: Bank
+    masters: Masters
+    batches: Sequence[Tensor]
+    held: Sequence[Tensor]
+    config: LearnConfig
+    file: StateFile
+    step: int = 0
+    kl_before: float | None = None
+    clock: Stopwatch = field(default_factory=Stopwatch)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.device = self.masters.values.device
+        self.processes = Processes(self.device)
+        self.optimizer = AdamW(self.masters.values, DTYPES[config.optimizer_state], config.seed)
+        self.history = torch.zeros(config.steps, 2, device=self.device)
+        self.uses_graph = self._decide_on_graph()
+        first = self._own(self.batches[0])
+        self.objective = objective_of(self.model, first, set(self.masters.places))
+        self.references: dict[int, Tensor] = {}
+
+    # --- what a step needs ---------------------------------------------------------------------
+
+    def _own(self, batch: Tensor) -> Tensor:
+        return self.processes.own_rows(batch).to(self.device)
+
+    def _decide_on_graph(self) -> bool:
+        asked, obstacle = self.config.cuda_graph, ""
+        if self.device.type != "cuda":
+            obstacle = f"the model is on {self.device.type}"
+        elif self.config.gradient_checkpointing:
+            obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
+        elif not is_purely_causal(self.model, self.batches[0].shape[1]):
+            obstacle = "the model's attention is not purely causal sdpa"
+        if asked == "on" and obstacle:
+            raise RunError(f"learn.cuda_graph=on: {obstacle}. Use learn.cuda_graph=off.")
+        return asked != "off" and not obstacle
+
+    def _keeps_references(self, one: Tensor) -> bool:
+        """Whether what one batch needs may be kept for all that come again."""
+        asked = self.config.keep_reference
+        if asked != "auto":
+            return asked == "on"
+        size = one.numel() * one.element_size() * len(self.batches)
+        on_gpu = self.device.type == "cuda"
+        room = MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0] if on_gpu else HOST_MEMORY
+        return self.config.steps > len(self.batches) and size <= room
+
+    def _reference(self, tokens: Tensor) -> tuple[Tensor]:
+        """What the loss needs of the full-precision model."""
+        self.bank.is_full = True
+        return (self.objective.reference(tokens),)
+
+    def _gradient(self, tokens: Tensor, reference: Tensor) -> tuple[Tensor]:
+        """Loss of a batch, 0-d float32; its gradient lies in `masters`. No synchronization."""
+        self.bank.is_full = False
+        self.masters.quantize()
+        self.masters.gradient.zero_()
+        rows = self.config.micro_batch or len(tokens)
+        total = torch.zeros((), device=self.device)
+        for part, wanted in zip(tokens.split(rows), reference.split(rows), strict=True):
+            self.bank.forget()
+            loss = self.objective.loss(part, wanted) * (len(part) / len(tokens))
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        self.bank.forget()
+        return (total,)
+
+    def _captured(self, step: Callable[..., tuple[Tensor]], *inputs: Tensor) -> Callable[..., Any]:
+        return GraphedStep(step, *inputs) if self.uses_graph else step
+
+    def measure(self, batches: Sequence[Tensor]) -> float:
+        """KL of the quantized model as it now is, nats/token."""
+        self.masters.quantize()
+        total = torch.zeros((), device=self.device)
+        with torch.no_grad():
+            for batch in batches:
+                tokens = self._own(batch)
+                (reference,) = self._reference(tokens)
+                self.bank.is_full = False
+                self.bank.forget()
+                total += self.objective.loss(tokens, reference)
+        self.bank.forget()
+        return float(self.processes.mean(total / len(batches)))
+
+    def _update(self, loss: Tensor) -> None:
+        """One step of the optimizer along the gradient in `masters`."""
+        gradient = self.masters.gradient
+        if self.processes.size > 1:
+            gradient.copy_(self.processes.mean(gradient))
+            loss = self.processes.mean(loss)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self.optimizer.step(gradient, self.config.rate(self.step), factor[None])
+        self.history[self.step] = torch.stack([loss, norm])
+        self.step += 1
+
+    # --- state on disk -------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Leave a checkpoint, after a look at the losses so far."""
+        self.check_finite()
+        if self.processes.is_main:
+            facts = {
+                "step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds
+            }  # fmt: skip
+            tensors = {"masters": self.masters.values, "history": self.history}
+            self.file.save(State(facts, tensors | self.optimizer.state()))
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one; raises as `StateFile.load`."""
+        state = self.file.load()
+        if state is None:
+            return
+        try:
+            self.masters.values.copy_(state.tensors["masters"])
+            self.history.copy_(state.tensors["history"])
+            self.step = int(state.facts["step"])
+            self.optimizer.load(state.tensors, self.step)
+            self.kl_before = state.facts["kl_before"]
+            self.clock.before = state.facts["seconds"]
+        except (KeyError, RuntimeError, TypeError) as error:
+            raise self.file.damaged(error) from error
+
+    def check_finite(self) -> None:
+        """Raise RunError where a loss or a gradient so far was not finite."""
+        rows = self.history[: self.step].cpu()
+        bad = (~rows.isfinite()).any(1).nonzero().flatten().tolist()
+        if bad:
+            what = "gradient" if math.isfinite(rows[bad[0], 0]) else "loss"
+            raise RunError(
+                f"learning the weights: the {what} of step {bad[0]} is not finite (learn.lr="
+                f"{self.config.lr:g}). Lower learn.lr or raise learn.warmup; where it is step 0, look "
+                "for Inf or NaN in the model, and use bfloat16 or float32 instead of float16. Nothing "
+                "was written of this."
+            )
+
+    # --- all of it -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """All steps that are left; `masters.quantized` is up to date after."""
+        config = self.config
+        self.resume()
+        measured = self.held or self.batches[: min(4, len(self.batches))]
+        if self.kl_before is None:
+            self.kl_before = self.measure(measured)
+        quiet, look_every = (
+            not self.processes.is_main,
+            1 if self.device.type == "cpu" else LOOK_EVERY,
+        )
+        with (
+            progress("learn", config.steps, done=self.step, quiet=quiet) as advance,
+            _deferred_interrupts() as interrupts,
+        ):
+            if self.step < config.steps:
+                self._learn(advance, look_every, interrupts)
+        self.check_finite()
+        self.kl_after = self.measure(measured)
+
+    def _learn(
+        self, advance: Callable[[str], None], look_every: int, interrupts: _Interrupts
+    ) -> None:
+        config, note = self.config, ""
+        first = self._own(self.batches[0])
+        refer = self._captured(self._reference, first)
+        (example,) = refer(first)
+        keeps = self._keeps_references(example)
+        step = self._captured(self._gradient, first, example)
+        for index in batch_order(len(self.batches), config.seed, self.step):
+            tokens = self._own(self.batches[index])
+            reference = self.references.get(index)
+            if reference is None:
+                (reference,) = refer(tokens)
+                if keeps:  # a captured pass writes the next one over it
+                    self.references[index] = reference.clone() if self.uses_graph else reference
+            (loss,) = step(tokens, reference)
+            self._update(loss)
+            is_last = self.step == config.steps
+            if self.step % look_every == 0 or is_last or interrupts.asked:
+                self.check_finite()
+                note = f"KL {float(self.history[self.step - 1, 0]):.4f}"
+            advance(note)
+            if self.step % config.checkpoint_every == 0 or is_last or interrupts.asked:
+                self.save()
+            if interrupts.asked:
+                raise KeyboardInterrupt
+            if is_last:
+                break
+
+
+def learn_weights(
+    model: nn.Module,
+    assignment: Assignment,
+    batches: Iterable[Tensor],
+    config: LearnConfig | None = None,
+    *,
+    folder: str | Path | None = None,
+) -> Assignment:
+    """The assignment with weights that learned under its formats; formats and bits stay.
+
+    Args:
+        model: that the assignment was made for, without it applied; it is left as it was, also after an
+            exception.
+        batches: int64 token ids (batch, length), all of one shape, as for `search`; cycled, reshuffled by
+            `config.seed` each pass. A generator is listed once.
+        config: default `LearnConfig()`.
+        folder: keeps a checkpoint (`learning_state.safetensors`), from which the same call goes on with the
+            same numbers; it may be deleted afterwards.
+
+    Returns:
+        An assignment whose `weights` says how; its tensors are written by `save`.
+
+    Raises:
+        AssignmentError: its weights were made already, or it is for another model, or quantizes nothing.
+        ModelError: applied already, layers that share one weight. DataError: the batches. RunError: a loss
+        that is not finite, a setting that cannot be met here, or a folder of another run.
+    """
+    config = LearnConfig() if config is None else config
+    if not isinstance(config, LearnConfig):
+        raise TypeError(f"config must be a dmx.LearnConfig, got {config!r}: dmx.LearnConfig()")
+    _check(model, assignment)
+    listed = list_batches(batches, model)
+    learned, held = config.split(listed)
+    facts: dict[str, Any] = {
+        "name": "learned", "steps": config.steps, "lr": config.lr, "warmup": config.warmup,
+        "max_norm": config.max_norm, "seed": config.seed, "inputs": config.inputs,
+        "masters": config.masters, "optimizer_state": config.optimizer_state,
+        "batches": len(learned), "held_batches": len(held),
+        "tokens": config.steps * learned[0].numel(), "batches_sha256": batches_sha256(listed),
+    }  # fmt: skip
+    numbers = {"micro_batch": config.micro_batch}
+    fingerprint = weights_fingerprint(model, assignment, facts | numbers)
+    path = None if folder is None else Path(folder) / STATE_FILE
+    if path is not None:
+        # An unwritable folder must show now, not at the first checkpoint.
+        write_text(path.parent / ".writable", "").unlink(missing_ok=True)
+    file = StateFile(
+        path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
+    )
+    device = next(model.parameters()).device
+    # Whatever mode the caller is in, as for `search`.
+    with (
+        evaluating(model), torch.inference_mode(False), torch.enable_grad(),
+        torch.autocast(device.type, enabled=False), ExitStack() as stage,
+    ):  # fmt: skip
+        masters, samples, rotations = _prepare(model, assignment, config, stage)
+        bank = stage.enter_context(
+            learning_model(model, masters, assignment, rotations, inputs=config.inputs)
+        )
+        stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
+        if device.type == "cuda" and is_purely_causal(model, listed[0].shape[1]):
+            stage.enter_context(maskless_attention(model))
+        run = _Learning(model, bank, masters, learned, held, config, file)
+        run.run()
+        stored = _store(masters, samples, assignment)
+    facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
+    return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
+
+
+def _check(model: nn.Module, assignment: Assignment) -> None:
+    if assignment.weights is not None:
+        raise AssignmentError(
+            f"the assignment's weights were made already ({assignment.weights.get('name')}). Give the "
+            "one that the search left."
+        )
+    if not assignment.quantized:
+        raise AssignmentError("the assignment quantizes no layer: there is nothing to learn")
+    if is_applied(model):
+        raise ModelError(
+            "an assignment is already applied to this model; call dmx.restore(model) first"
+        )
+    check_searchable(model, allow_unsearched=True)
+    assignment.check(model)
+    linears = linear_layers(model)
+    for name in assignment.quantized:
+        if (dtype := linears[name].weight.dtype) not in INPUT_DTYPES:
+            raise ModelError(
+                f"{name} is {str(dtype).removeprefix('torch.')}; formats are defined on float32, "
+                "bfloat16 and float16. Convert the model first: model.float()"
+            )
+
+
+def _prepare(
+    model: nn.Module, assignment: Assignment, config: LearnConfig, stage: ExitStack
+) -> tuple[Masters, dict[str, Tensor], dict[str, BlockRotation | None]]:
+    """Masters at the transformed weights, samples of these, and the rotation of every layer's input.
+
+    A rotation of blocks is taken out again, so that the full-precision model is the original one; one that is
+    folded into all of the model stays in `stage`.
+    """
+    transform = Transform.of(assignment)
+    undo = transform.install(model, assignment.quantized)
+    try:
+        layers = starting_weights(linear_layers(model), assignment)
+        weights = {name: layer.weight.detach() for name, layer in layers.items()}
+        masters = Masters(weights, assignment, DTYPES[config.masters])
+        samples = {name: sample_of(weight) for name, weight in weights.items()}
+        rotations = {
+            name: getattr(layer, "input_transform", None) for name, layer in layers.items()
+        }
+    except BaseException:
+        undo()
+        raise
+    if transform.name in RUN_TIME_TRANSFORMS:
+        undo()
+    else:
+        stage.callback(undo)
+    return masters, samples, rotations
+
+
+def _store(
+    masters: Masters, samples: dict[str, Tensor], assignment: Assignment
+) -> dict[str, StoredWeight]:
+    """layer -> its learned weight as the format holds it, in the assignment's order."""
+    stored = {}
+    for name, block_format in assignment.block_formats("weight").items():
+        rule = assignment.rule("weight", block_format)
+        rounded = ops.fake_quant(masters.master(name).float(), block_format, scale_rule=rule)
+        stored[name] = StoredWeight.of(rounded, rounded, block_format, rule)
+        stored[name].sample = samples[name]
+    return stored

@@ -1,0 +1,257 @@
+"""What a model runs on while its weights learn: flat masters, and layers that see them quantized.
+
+    masters     all learning weights in one float32 (or bfloat16) tensor
+    quantized   the same as their formats hold them, in the model's dtype; what products see
+    gradient    by the quantized weights, which straight-through is the one by the masters, also where a weight
+                lies beyond the largest value of its block
+
+Weights of one format and rule lie side by side, so that one launch of a kernel quantizes them all. The
+backward pass of a layer adds to its part of the flat gradient; nothing is gathered afterwards.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.applying.quantizers import BlockQuantizer
+from dmx.assignment.assignment import Assignment
+from dmx.errors import ModelError
+from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule
+from dmx.kernels import ops
+from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.transforms.block import BlockRotation
+
+ALIGNMENT = 64
+"""Elements; the product of a weight's gradient wants its place aligned."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Weights that are quantized by one call."""
+
+    block_format: BlockFormat
+    scale_rule: ScaleRule
+    start: int
+    shape: tuple[int, int]
+    """Whole rows of blocks; of several weights together (blocks, 32)."""
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + prod(self.shape)].view(self.shape)
+
+
+class Masters:
+    """Masters, quantized weights and gradients of layers.
+
+    Args:
+        weights: layer -> (out, in) weight that it starts from, all of one dtype and device.
+        dtype: of the masters.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], assignment: Assignment, dtype: torch.dtype
+    ) -> None:
+        formats = assignment.block_formats("weight")
+        kinds = {
+            name: (formats[name], assignment.rule("weight", formats[name])) for name in weights
+        }
+        in_order = sorted(weights, key=lambda name: (kinds[name][0].name, kinds[name][1]))
+        self.places: dict[str, tuple[int, tuple[int, int]]] = {}
+        self.segments: list[Segment] = []
+        end = 0
+        for name in in_order:
+            out, into = weights[name].shape
+            self.places[name] = (end, (out, into))
+            self._add_segment(Segment(*kinds[name], end, (out, into)))
+            end += out * into + -(out * into) % ALIGNMENT
+        first = next(iter(weights.values()))
+        self.values = torch.zeros(end, dtype=dtype, device=first.device)
+        for name, weight in weights.items():
+            self._view(self.values, name).copy_(weight)
+        self.quantized = torch.zeros(end, dtype=first.dtype, device=first.device)
+        self.gradient = torch.zeros_like(self.quantized)
+
+    def _add_segment(self, new: Segment) -> None:
+        """Joins it to the one before where blocks stay blocks."""
+        out, into = new.shape
+        if into % BLOCK_SIZE == 0 and out * into % ALIGNMENT == 0:
+            new = Segment(
+                new.block_format, new.scale_rule, new.start, (out * into // BLOCK_SIZE, BLOCK_SIZE)
+            )
+            last = self.segments[-1] if self.segments else None
+            if (
+                last is not None
+                and last.shape[1] == BLOCK_SIZE
+                and last.start + prod(last.shape) == new.start
+                and (last.block_format, last.scale_rule) == (new.block_format, new.scale_rule)
+            ):
+                rows = last.shape[0] + new.shape[0]
+                self.segments[-1] = Segment(
+                    last.block_format, last.scale_rule, last.start, (rows, BLOCK_SIZE)
+                )
+                return
+        self.segments.append(new)
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        start, shape = self.places[name]
+        return flat[start : start + prod(shape)].view(shape)
+
+    def master(self, name: str) -> Tensor:
+        """(out, in) view of the master of a layer."""
+        return self._view(self.values, name)
+
+    def views(self, name: str) -> tuple[Tensor, Tensor]:
+        """Quantized weight of a layer, a leaf that asks for a gradient, and where that is added."""
+        weight = self._view(self.quantized, name).detach().requires_grad_()
+        return weight, self._view(self.gradient, name)
+
+    @torch.no_grad()
+    def quantize(self) -> None:
+        """Quantized weights of the masters as they now are."""
+        for segment in self.segments:
+            ops.fake_quant_to(
+                segment.of(self.values), segment.of(self.quantized), segment.block_format,
+                scale_rule=segment.scale_rule,
+            )  # fmt: skip
+
+
+class _Product(torch.autograd.Function):
+    """F.linear whose gradient by the weight is added to a place of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradient = gradient
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+        flat = grads[0].reshape(-1, grads[0].shape[-1])
+        ctx.gradient.addmm_(flat.t(), x.reshape(-1, x.shape[-1]))
+        return (grads[0] @ weight if ctx.needs_input_grad[0] else None), None, None, None
+
+
+class Bank:
+    """What the layers of one run share.
+
+    Attributes:
+        is_full: layers run in full precision, on the weights that the model has.
+    """
+
+    def __init__(self) -> None:
+        self.is_full = True
+        self._seen: Tensor | None = None
+        self._quantized: dict[Any, Tensor] = {}
+
+    def forget(self) -> None:
+        """Before each pass: inputs of an earlier one are of no use."""
+        self._seen, self._quantized = None, {}
+
+    def input(
+        self, x: Tensor, rotation: BlockRotation | None, quantizer: BlockQuantizer | None
+    ) -> Tensor:
+        """x as a product sees it; layers that read one tensor (q/k/v, gate/up) share it."""
+        if self._seen is not x:
+            self._seen, self._quantized = x, {}
+        rotated = x
+        if rotation is not None:
+            key: Any = id(rotation)
+            if key not in self._quantized:
+                self._quantized[key] = rotation(x)
+            rotated = self._quantized[key]
+        if quantizer is None:
+            return rotated
+        key = (None if rotation is None else id(rotation), quantizer)
+        if key not in self._quantized:
+            self._quantized[key] = quantizer(rotated)
+        return self._quantized[key]
+
+
+class LearningLinear(nn.Linear):
+    """A layer whose quantized weight belongs to `Masters`; its own stays as it is."""
+
+    bank: Bank
+    rotation: BlockRotation | None
+    input_quantizer: BlockQuantizer | None
+    quantized: Tensor
+    place: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bank.is_full:
+            return F.linear(x, self.weight, self.bias)
+        seen = self.bank.input(x, self.rotation, self.input_quantizer)
+        result: Tensor = _Product.apply(seen, self.quantized, self.bias, self.place)
+        return result
+
+
+def starting_weights(
+    linears: Mapping[str, nn.Linear], assignment: Assignment
+) -> dict[str, nn.Linear]:
+    """The layers that learn: those that the assignment quantizes.
+
+    Raises:
+        ModelError: weights of several dtypes, or one that two layers share.
+    """
+    learning = {name: linears[name] for name in assignment.quantized}
+    owners: dict[int, str] = {}
+    first = next(iter(learning))
+    for name, layer in learning.items():
+        owner = owners.setdefault(id(layer.weight), name)
+        if owner != name:
+            raise ModelError(
+                f"{owner} and {name} share one weight, which would learn twice. Leave them in BF16 "
+                "(search.exclude), or use weights=nearest."
+            )
+        if layer.weight.dtype != learning[first].weight.dtype:
+            raise ModelError(
+                f"{name} is {layer.weight.dtype}, {first} {learning[first].weight.dtype}: weights that "
+                "learn together must have one dtype. Convert the model first: model.bfloat16()"
+            )
+    return learning
+
+
+@contextmanager
+def learning_model(
+    model: nn.Module,
+    masters: Masters,
+    assignment: Assignment,
+    rotations: Mapping[str, BlockRotation | None],
+    *,
+    inputs: bool,
+) -> Iterator[Bank]:
+    """The model with the layers of `masters` under a bank; all Parameters frozen, undone after."""
+    bank = Bank()
+    input_formats = assignment.block_formats("input") if inputs else {}
+
+    def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+        if name not in masters.places:
+            return None
+        layer = adopt(LearningLinear, linear)
+        block_format = input_formats.get(name)
+        layer.input_quantizer = (
+            BlockQuantizer(block_format, assignment.rule("input", block_format))
+            if block_format is not None
+            else None
+        )
+        layer.bank, layer.rotation = bank, rotations[name]
+        layer.quantized, layer.place = masters.views(name)
+        return layer
+
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    originals = replace_layers(model, make)
+    try:
+        for parameter, _ in frozen:
+            parameter.requires_grad_(False)
+        yield bank
+    finally:
+        put_back(model, originals)
+        for parameter, needed in frozen:
+            parameter.requires_grad_(needed)

@@ -1,0 +1,99 @@
+"""AdamW on one flat tensor of masters, with masters and moments in float32 or bfloat16.
+
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
+    w = w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)           no decay
+
+Everything is computed in float32. What is kept in bfloat16 is rounded stochastically: a step is smaller than
+half a unit in the last place of most weights, and rounding it to nearest would lose it.
+
+A gradient in float32 exists for CHUNK elements at a time.
+
+Source: AdamW, arXiv 1711.05101; stochastic rounding, arXiv 2010.06192.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+CHUNK = 1 << 26
+"""Elements that are updated together."""
+BETAS, EPSILON = (0.9, 0.99), 1e-8
+
+
+def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
+    """float32 to bfloat16: up or down with the chance that keeps the mean; exact values stay."""
+    noise = torch.randint(
+        0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
+    )
+    bits = (x.view(torch.int32) + noise) & -(1 << 16)
+    return bits.view(torch.float32).to(torch.bfloat16)
+
+
+class AdamW:
+    """Moments and steps; `masters` is changed in place.
+
+    Args:
+        masters: (n,) float32 or bfloat16.
+        state_dtype: of both moments, float32 or bfloat16.
+        seed: of the stochastic rounding.
+    """
+
+    def __init__(self, masters: Tensor, state_dtype: torch.dtype, seed: int) -> None:
+        self.masters, self.seed, self.count = masters, seed, 0
+        self.first = torch.zeros_like(masters, dtype=state_dtype)
+        self.second = torch.zeros_like(self.first)
+        self._wide = torch.empty(
+            min(CHUNK, len(masters)), dtype=torch.float32, device=masters.device
+        )
+        self._generator = torch.Generator(masters.device)
+        is_wide = masters.dtype == state_dtype == torch.float32
+        self._is_fused = is_wide and masters.device.type in ("cpu", "cuda")
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, lr: float, factor: Tensor) -> None:
+        """One step along `factor * gradient`.
+
+        Args:
+            gradient: (n,) of any floating dtype. factor: (1,) float32 on its device.
+        """
+        self._generator.manual_seed(self.seed * 1_000_003 + self.count)
+        for start in range(0, len(self.masters), CHUNK):
+            part = slice(start, start + CHUNK)
+            wide = self._wide[: len(self.masters[part])]
+            torch.mul(gradient[part], factor, out=wide)
+            self._step_part(part, wide, lr)
+        self.count += 1
+
+    def _step_part(self, part: slice, gradient: Tensor, lr: float) -> None:
+        kept = (self.masters[part], self.first[part], self.second[part])
+        if self._is_fused:
+            # The kernel counts the step itself.
+            count = torch.full((), float(self.count), device=gradient.device)
+            adamw(
+                [kept[0]], [gradient], [kept[1]], [kept[2]], [], [count], fused=True,
+                amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=lr, weight_decay=0.0,
+                eps=EPSILON, maximize=False,
+            )  # fmt: skip
+            return
+        corrections = [1 - beta ** (self.count + 1) for beta in BETAS]
+        master, first, second = (t.to(torch.float32, copy=True) for t in kept)
+        first.lerp_(gradient, 1 - BETAS[0])
+        second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        denominator = second.sqrt().div_(math.sqrt(corrections[1])).add_(EPSILON)
+        master.addcdiv_(first, denominator, value=-lr / corrections[0])
+        for target, value in zip(kept, (master, first, second), strict=True):
+            narrow = target.dtype == torch.bfloat16
+            target.copy_(round_stochastically(value, self._generator) if narrow else value)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that `load` takes back; the count is the caller's step."""
+        return {"first": self.first, "second": self.second}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Tensor], count: int) -> None:
+        """Go on after `count` steps."""
+        self.first.copy_(state["first"])
+        self.second.copy_(state["second"])
+        self.count = count
