@@ -106,8 +106,13 @@ def told_of(where: str) -> Iterator[None]:
     try:
         yield
     except (
-        LookupError, TypeError, ValueError, AttributeError, ArithmeticError, StopIteration,
-    ) as error:  # fmt: skip
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        StopIteration,
+    ) as error:
         if isinstance(error, DmxError):
             raise
         raise RunError(

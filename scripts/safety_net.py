@@ -78,8 +78,11 @@ def clean_data(measure: Measure, assignment: Assignment, net: SafetyNet) -> dict
     report = net.report()
     report.pop("layers")
     return {
-        "full_precision": measure(None), "without": without, "with": with_net, "report": report,
-    }  # fmt: skip
+        "full_precision": measure(None),
+        "without": without,
+        "with": with_net,
+        "report": report,
+    }
 
 
 def outliers(
@@ -102,10 +105,16 @@ def outliers(
             rescale_channels(model, name, chosen, -17)
     fell = {k: v for k, v in report.pop("layers").items() if any(v.values())}
     return {
-        "layers": layers, "channels": channels, "full_precision": full,
-        "full_precision_with_outliers": hurt_full, "clean": clean, "without": hurt, "with": saved,
-        "report": report, "fell_back": fell,
-    }  # fmt: skip
+        "layers": layers,
+        "channels": channels,
+        "full_precision": full,
+        "full_precision_with_outliers": hurt_full,
+        "clean": clean,
+        "without": hurt,
+        "with": saved,
+        "report": report,
+        "fell_back": fell,
+    }
 
 
 def curve(
@@ -128,20 +137,31 @@ def curve(
         net = SafetyNet.constant(threshold)
         perplexity = measure(uniform, net)
         report = net.report()
-        rows.append({
-            **named(uniform), "threshold": threshold, "fallback_rate": report["fallback_rate"],
-            "perplexity": perplexity, "element_bits": report["effective_element_bits"],
-            "weight_element_bits": report["weight"]["effective_element_bits"],
-            "input_element_bits": report["input"]["effective_element_bits"],
-        })  # fmt: skip
+        rows.append(
+            {
+                **named(uniform),
+                "threshold": threshold,
+                "fallback_rate": report["fallback_rate"],
+                "perplexity": perplexity,
+                "element_bits": report["effective_element_bits"],
+                "weight_element_bits": report["weight"]["effective_element_bits"],
+                "input_element_bits": report["input"]["effective_element_bits"],
+            }
+        )
     for name in ["mxfp4", *compare]:
         assignment = assignment_of(measure.model, name)
         bits = assignment.bits["element_bits"]
-        rows.append({
-            **named(assignment), "threshold": None, "fallback_rate": None,
-            "perplexity": measure(assignment), "element_bits": bits, "weight_element_bits": bits,
-            "input_element_bits": bits,
-        })  # fmt: skip
+        rows.append(
+            {
+                **named(assignment),
+                "threshold": None,
+                "fallback_rate": None,
+                "perplexity": measure(assignment),
+                "element_bits": bits,
+                "weight_element_bits": bits,
+                "input_element_bits": bits,
+            }
+        )
     return rows
 
 
@@ -177,11 +197,15 @@ def main() -> None:
     assignment = assignment_of(loaded.model, a.assignment)
     net = SafetyNet.calibrate(loaded.model, assignment, batches, margin=a.margin)
     result: dict[str, Any] = {
-        "schema": SCHEMA, "model": loaded.provenance, "assignment": a.assignment,
-        **named(assignment), "margin": a.margin,
+        "schema": SCHEMA,
+        "model": loaded.provenance,
+        "assignment": a.assignment,
+        **named(assignment),
+        "margin": a.margin,
         "device": torch.cuda.get_device_name() if a.device.startswith("cuda") else a.device,
-        "window": a.window, "tokens": len(tokens),
-    }  # fmt: skip
+        "window": a.window,
+        "tokens": len(tokens),
+    }
     parts = {
         "clean": lambda: clean_data(measure, assignment, net),
         "outliers": lambda: outliers(measure, assignment, net, a.layers, a.channels),

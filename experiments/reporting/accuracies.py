@@ -39,9 +39,13 @@ def accuracy(group: Group, task: str) -> Accuracy | None:
     errors = [r.stderr for r in results if r.stderr is not None]
     first = results[0]
     return Accuracy(
-        float(np.mean([r.value for r in results])), float(np.mean(errors)) if errors else None,
-        first.metric, first.count, len(results), first.source,
-    )  # fmt: skip
+        float(np.mean([r.value for r in results])),
+        float(np.mean(errors)) if errors else None,
+        first.metric,
+        first.count,
+        len(results),
+        first.source,
+    )
 
 
 def item_difference(group: Group, reference: Group, task: str) -> Difference:

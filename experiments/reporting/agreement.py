@@ -59,9 +59,12 @@ def agreement_section(groups: Sequence[Group], assignments: Assignments) -> list
         if len(searches) < 2 or len({frozenset(a["formats"]) for _, a in searches}) > 1:
             continue
         projections = list(raised_by_projection(searches[0][1]))
-        head = el("tr", el("th", f"≤ {budget_text(budget)}"),
-                  (el("th", f"as {name}") for name, _ in searches),
-                  (el("th", f"{p} raised") for p in projections))  # fmt: skip
+        head = el(
+            "tr",
+            el("th", f"≤ {budget_text(budget)}"),
+            (el("th", f"as {name}") for name, _ in searches),
+            (el("th", f"{p} raised") for p in projections),
+        )
         body = []
         for name, own in searches:
             raised = raised_by_projection(own)

@@ -94,10 +94,14 @@ def reference_of(group: Group, groups: Sequence[Group], search: str | None = Non
     """
     names = HEURISTICS if search is None else (search,)
     alike = [
-        g for g in groups
-        if g.method.search in names and not g.method.polish and is_alike(group.method, g.method)
-        and group.budget in (None, g.budget) and g.statistic("nll").mean is not None
-    ]  # fmt: skip
+        g
+        for g in groups
+        if g.method.search in names
+        and not g.method.polish
+        and is_alike(group.method, g.method)
+        and group.budget in (None, g.budget)
+        and g.statistic("nll").mean is not None
+    ]
     if search is None and (first := [g for g in alike if g.method.search == HEURISTICS[0]]):
         alike = first
     if not alike:

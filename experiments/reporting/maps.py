@@ -17,9 +17,13 @@ from .record import Row
 from .verdicts import budget_suffix
 
 _CELL_MARKS = {
-    "mxfp4": "4", "mxfp6_e2m3": "6", "mxfp6_e3m2": "6r",
-    "mxfp8_e4m3": "8", "mxfp8_e5m2": "8r", "bf16": "16",
-}  # fmt: skip
+    "mxfp4": "4",
+    "mxfp6_e2m3": "6",
+    "mxfp6_e3m2": "6r",
+    "mxfp8_e4m3": "8",
+    "mxfp8_e5m2": "8r",
+    "bf16": "16",
+}
 _OTHER = "other"
 _MAX_OTHER_COLUMNS = 5
 _OPEN_MAPS = 8

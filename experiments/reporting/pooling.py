@@ -85,8 +85,9 @@ class Table:
         named = (f for f in fields(self.shared) if f.metadata["title"] is not None)
         return all(
             getattr(self.shared, f.name) == getattr(USUAL, f.name, f.default)
-            for f in named if f.name not in but
-        )  # fmt: skip
+            for f in named
+            if f.name not in but
+        )
 
 
 Tables = Mapping[Table, Sequence[Group]]
@@ -234,6 +235,9 @@ def by_text(tables: Tables) -> list[tuple[dict[Table, Sequence[Group]], str]]:
 def unquantized(tables: Tables, model: str, text: str) -> list[Group]:
     """bf16 rows stand in a table of their own, for nothing of them is quantized."""
     return [
-        g for t, groups in tables.items() if (t.model, t.text) == (model, text)
-        for g in groups if g.method.is_unquantized
-    ]  # fmt: skip
+        g
+        for t, groups in tables.items()
+        if (t.model, t.text) == (model, text)
+        for g in groups
+        if g.method.is_unquantized
+    ]

@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 
 PROJECTIONS = {
-    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o",
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
-}  # fmt: skip
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
 """Last part of a layer's name -> its short name, in the order of a block."""
 
 

@@ -62,8 +62,10 @@ def asked_and_ran(record: Record) -> Html | None:
 def environment(record: Record) -> Html:
     """Command, times, memory, seeds, device, model, texts and versions."""
     pairs: dict[str, Any] = {
-        "command": record.command, "started": record.started, "finished": record.finished,
-    }  # fmt: skip
+        "command": record.command,
+        "started": record.started,
+        "finished": record.finished,
+    }
     if record.wall_seconds is not None:
         pairs["wall time"] = seconds_text(record.wall_seconds)
     if record.peak_memory_bytes is not None:

@@ -200,9 +200,11 @@ class Method(Stored):
     )
     """What shares one choice: fused | layer; None where nothing was searched."""
     choices: str = dimension(
-        "joint", label=lambda name: f"{name} choices", join=", ",
+        "joint",
+        label=lambda name: f"{name} choices",
+        join=", ",
         title=lambda name: "" if name == "joint" else f"{name} choices",
-    )  # fmt: skip
+    )
     """joint: weight and input of a unit share a format. separate: each has its own, both count."""
     scale_rules: str = dimension("floor", label=lambda rules: f"scales {rules}", join=", ")
     """The scale rule, or `weight: ..., input: ...` where they differ (`scale_rules_text`)."""

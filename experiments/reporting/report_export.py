@@ -15,7 +15,8 @@ def export_section(record: Record) -> Html | None:
         return None
     size, check = facts.bytes or {}, facts.verification or {}
     pairs = {
-        "target": facts.target, "profile": facts.profile,
+        "target": facts.target,
+        "profile": facts.profile,
         "inputs": "quantized by the loader" if facts.inputs else "not quantized",
         "rule of the inputs": facts.input_rule,
         "bytes of quantized tensors": size.get("quantized_bytes"),
@@ -27,7 +28,7 @@ def export_section(record: Record) -> Html | None:
         "logits equal bit for bit": check.get("equal"),
         "largest difference of a logit": check.get("max_difference"),
         "KL(fake-quantized, files), nats/token": check.get("kl"),
-    }  # fmt: skip
+    }
     rows = (
         el("tr", el("th", key, scope="row"), el("td", _text(value)))
         for key, value in pairs.items()

@@ -182,14 +182,19 @@ def _results_table(groups: Sequence[Group]) -> Html:
     body = []
     for group in groups:
         cells = (column.cell(group, groups) for column in COLUMNS)
-        body.append(el(
-            "tr",
-            el("th", group.name, scope="row"),
-            el("td", limit_text(group), cls="num") if budgets else None,
-            el("td", str(len(group.rows)), cls="num") if seeds else None,
-            (el("td", text, cls="num", title=why if text == "–" or why else None) for text, why in cells),
-            cls="best" if group in best else None,
-        ))  # fmt: skip
+        body.append(
+            el(
+                "tr",
+                el("th", group.name, scope="row"),
+                el("td", limit_text(group), cls="num") if budgets else None,
+                el("td", str(len(group.rows)), cls="num") if seeds else None,
+                (
+                    el("td", text, cls="num", title=why if text == "–" or why else None)
+                    for text, why in cells
+                ),
+                cls="best" if group in best else None,
+            )
+        )
     caption = "± after a mean is the sample standard deviation over seeds. " if seeds else ""
     caption += "± after a difference is the paired standard error over windows. "
     caption += "A – says why when pointed at. "

@@ -28,10 +28,14 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
                 given = [assignments[row.assignment] for row in group.rows if row.assignment]
                 reasons = [
                     obstacles(
-                        a["formats"], target, loader, a.get("unquantized") or (), a.get("input_formats")
+                        a["formats"],
+                        target,
+                        loader,
+                        a.get("unquantized") or (),
+                        a.get("input_formats"),
                     )
                     for a in given
-                ]  # fmt: skip
+                ]
                 cells.append(_cell(reasons, is_narrow))
             body.append(el("tr", el("th", name, scope="row"), el("td", loader.name), cells))
     note = (

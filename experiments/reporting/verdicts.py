@@ -20,12 +20,16 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
         if not group.method.is_dmx or isinstance(reference, str):
             continue
         difference = paired_difference(group, reference)
-        made.append(Verdict(
-            text=_sentence(group, reference, difference), difference_nats=difference.mean,
-            stderr_nats=difference.stderr,
-            beats=bool(difference.is_clear and (difference.mean or 0.0) < 0),
-            budget=group.budget, against=reference.label,
-        ))  # fmt: skip
+        made.append(
+            Verdict(
+                text=_sentence(group, reference, difference),
+                difference_nats=difference.mean,
+                stderr_nats=difference.stderr,
+                beats=bool(difference.is_clear and (difference.mean or 0.0) < 0),
+                budget=group.budget,
+                against=reference.label,
+            )
+        )
     return made
 
 
@@ -39,10 +43,14 @@ def strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
     """dMX against the best of the searches other than the paper's at its budget; None where the
     verdict is of that one already."""
     others = [
-        g for g in groups
-        if g.place == group.place and g.method.is_searched and not g.method.is_dmx
-        and g.method.search != HEURISTICS[0] and g.statistic("nll").mean is not None
-    ]  # fmt: skip
+        g
+        for g in groups
+        if g.place == group.place
+        and g.method.is_searched
+        and not g.method.is_dmx
+        and g.method.search != HEURISTICS[0]
+        and g.statistic("nll").mean is not None
+    ]
     if not others:
         return (
             "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."

@@ -68,8 +68,13 @@ def answers(**items: list[int]) -> dict[str, TaskResult]:
 
 def text(name: str = "wikitext2/test", windows: int = 50) -> TextFacts:
     return TextFacts(
-        name=name, source=f"of {name}", sha256=name, tokens=windows * 2048, windows=windows, window=2048
-    )  # fmt: skip
+        name=name,
+        source=f"of {name}",
+        sha256=name,
+        tokens=windows * 2048,
+        windows=windows,
+        window=2048,
+    )
 
 
 CALIBRATION = TextFacts(
@@ -81,15 +86,21 @@ def record(*results: Row | TrainingRow, **fields: Any) -> Record:
     """The record of a run that measured these."""
     settings = {"steps": 200, "family": "mxfp6_mxfp4", "units": "layer", "scale_rule": "floor"}
     facts: dict[str, Any] = {
-        "command": "compare", "started": "2026-02-03T10:00:00+00:00",
-        "finished": "2026-02-03T10:04:31+00:00", "wall_seconds": 271.3,
+        "command": "compare",
+        "started": "2026-02-03T10:00:00+00:00",
+        "finished": "2026-02-03T10:04:31+00:00",
+        "wall_seconds": 271.3,
         "versions": {"torch": "2.13.0", "transformers": "5.1.0"},
-        "device": Device("NVIDIA H100 80GB HBM3", "cuda", 16), "peak_memory_bytes": 9_437_184_000,
-        "seed": 0, "requested": {"search": settings}, "actual": {"search": settings},
+        "device": Device("NVIDIA H100 80GB HBM3", "cuda", 16),
+        "peak_memory_bytes": 9_437_184_000,
+        "seed": 0,
+        "requested": {"search": settings},
+        "actual": {"search": settings},
         "model": ModelFacts("someone/model", None, "bfloat16", "ab" * 32, None),
         "data": {"calibration": CALIBRATION, "evaluation": text()},
-        "verdict": None, "warnings": (),
-    }  # fmt: skip
+        "verdict": None,
+        "warnings": (),
+    }
     return Record(**facts | {"results": results} | fields)
 
 

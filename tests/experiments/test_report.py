@@ -90,8 +90,10 @@ def write_run(
 
     results = [row(FULL, nlls(21.78), None, seed=None)]
     for name, bits, perplexity in (
-        ("mxfp4", 4.0, 104.6), ("mxfp6_e2m3", 6.0, 23.56), ("mxfp8_e4m3", 8.0, 24.02)
-    ):  # fmt: skip
+        ("mxfp4", 4.0, 104.6),
+        ("mxfp6_e2m3", 6.0, 23.56),
+        ("mxfp8_e4m3", 8.0, 24.02),
+    ):
         results.append(row(uniform(name), nlls(perplexity), None, element_bits=bits, seed=None))
     searches = {"kl": 30.27, "differentiable": 28.54}
     if others:
@@ -120,9 +122,14 @@ def write_run(
         "budget": {"limit": 5.0, "unit": "element_bits"},
     }
     made = record(
-        *results, requested=settings, actual=settings, data={"evaluation": text(windows=WINDOWS)},
-        model=ModelFacts("HuggingFaceTB/SmolLM2-135M-Instruct", "12" * 20, "bfloat16", "ab" * 32, note),
-    )  # fmt: skip
+        *results,
+        requested=settings,
+        actual=settings,
+        data={"evaluation": text(windows=WINDOWS)},
+        model=ModelFacts(
+            "HuggingFaceTB/SmolLM2-135M-Instruct", "12" * 20, "bfloat16", "ab" * 32, note
+        ),
+    )
     made.save(folder / "record.json")
     return folder
 
@@ -217,9 +224,11 @@ def test_difference_within_noise_is_not_called_a_win():
         return only
 
     for share, beats, words in (
-        (-0.9, False, "cannot be told apart"), (0.9, False, "cannot be told apart"),
-        (-1.1, True, "beats"), (1.1, False, "does not beat"),
-    ):  # fmt: skip
+        (-0.9, False, "cannot be told apart"),
+        (0.9, False, "cannot be told apart"),
+        (-1.1, True, "beats"),
+        (1.1, False, "does not beat"),
+    ):
         claim = verdict(share * SIGNIFICANT * stderr)
         assert claim.beats is beats and words in claim.text, share
     noise[:] = 0
@@ -229,8 +238,10 @@ def test_difference_within_noise_is_not_called_a_win():
 def test_without_kl_the_strongest_heuristic_stands_in():
     wave = 0.01 * np.sin(np.arange(50))
     rows = [
-        row(method("fisher"), 3.40), row(method("kl_per_bit"), 3.38 + wave), row(DMX, 3.36),
-    ]  # fmt: skip
+        row(method("fisher"), 3.40),
+        row(method("kl_per_bit"), 3.38 + wave),
+        row(DMX, 3.36),
+    ]
     (claim,) = verdicts(rows)
     assert claim.against == "kl_per_bit" and "beats kl_per_bit" in claim.text
     assert verdicts([*rows, row(KL, 3.5 + wave)])[0].against == "kl"
@@ -254,18 +265,26 @@ def test_a_seed_that_ran_twice_weighs_no_more_than_the_others():
 def test_only_methods_of_one_kind_are_compared():
     wave = 0.01 * np.sin(np.arange(50))
     rows = [
-        row(KL, 3.5 + wave), row(method("kl", weights="gptq"), 3.3 + wave), row(DMX, 3.4),
-        row(method(weights="gptq"), 3.35), row(method("kl", polish=True), 3.1 + wave),
-    ]  # fmt: skip
+        row(KL, 3.5 + wave),
+        row(method("kl", weights="gptq"), 3.3 + wave),
+        row(DMX, 3.4),
+        row(method(weights="gptq"), 3.35),
+        row(method("kl", polish=True), 3.1 + wave),
+    ]
     plain, rounded = verdicts(rows)
     assert plain.against == "kl" and plain.beats
     assert rounded.against == "kl + gptq" and not rounded.beats
     (alone,) = verdicts([r for r in rows if r.method.weights == "gptq"])
     assert alone.against == "kl + gptq"
     for field, value in (
-        ("transform", "learned"), ("net", True), ("quantized", "W"), ("family", "mxfp8_mxfp4"),
-        ("units", "fused"), ("choices", "separate"), ("scale_rules", "mse"),
-    ):  # fmt: skip
+        ("transform", "learned"),
+        ("net", True),
+        ("quantized", "W"),
+        ("family", "mxfp8_mxfp4"),
+        ("units", "fused"),
+        ("choices", "separate"),
+        ("scale_rules", "mse"),
+    ):
         assert verdicts([row(KL, 3.5), row(method(**{field: value}), 3.3)]) == [], field
 
 
@@ -309,9 +328,13 @@ def test_all_text_is_escaped(tmp_path):
         named = dataclasses.replace(was.rows[1], method=uniform(f"$x_ {evil}"))
         model = dataclasses.replace(was.model, id=evil, note=evil)
         return dataclasses.replace(
-            was, warnings=(evil,), model=model, command=evil, requested={**was.requested, evil: evil},
+            was,
+            warnings=(evil,),
+            model=model,
+            command=evil,
+            requested={**was.requested, evil: evil},
             results=(first, named, *was.rows[2:]),
-        )  # fmt: skip
+        )
 
     page = write_report(edited(write_run(tmp_path), change)).read_text()
     assert "<script" not in page
@@ -386,9 +409,13 @@ def with_separate(tmp_path: Path) -> Path:
         (folder / path).write_text(json.dumps(body))
         nlls = tuple(nll - 0.02 for nll in joint.window_nll)
         return dataclasses.replace(
-            joint, method=dataclasses.replace(joint.method, choices="separate"), assignment=path,
-            window_nll=nlls, nll=float(np.mean(nlls)), perplexity=math.exp(float(np.mean(nlls))),
-        )  # fmt: skip
+            joint,
+            method=dataclasses.replace(joint.method, choices="separate"),
+            assignment=path,
+            window_nll=nlls,
+            nll=float(np.mean(nlls)),
+            perplexity=math.exp(float(np.mean(nlls))),
+        )
 
     def change(was: Record) -> Record:
         searched = [apart(r) for r in was.rows if r.budget]
@@ -463,13 +490,15 @@ def test_matplotlib_is_loaded_when_something_is_drawn_and_not_before():
 
 
 def test_tasks_are_compared_item_by_item():
-    bf16, flat, dmx, kl = group_rows([
-        row(FULL, limit=None, zero_shot=answers(x=[1, 1, 1, 0])),
-        row(uniform("mxfp4"), limit=None, zero_shot=answers(x=[0, 0, 1, 0])),
-        row(DMX, zero_shot=answers(x=[1, 0, 1, 0])),
-        row(DMX, seed=1, zero_shot=answers(x=[1, 1, 1, 0])),
-        row(KL, zero_shot={"x": dataclasses.replace(answers(x=[1, 0])["x"], sha256="1")}),
-    ])  # fmt: skip
+    bf16, flat, dmx, kl = group_rows(
+        [
+            row(FULL, limit=None, zero_shot=answers(x=[1, 1, 1, 0])),
+            row(uniform("mxfp4"), limit=None, zero_shot=answers(x=[0, 0, 1, 0])),
+            row(DMX, zero_shot=answers(x=[1, 0, 1, 0])),
+            row(DMX, seed=1, zero_shot=answers(x=[1, 1, 1, 0])),
+            row(KL, zero_shot={"x": dataclasses.replace(answers(x=[1, 0])["x"], sha256="1")}),
+        ]
+    )
     difference = item_difference(dmx, bf16, "x")  # seeds averaged: 1, 1/2, 1, 0
     assert (difference.mean, difference.windows) == (-0.125, 4)
     assert difference.stderr == pytest.approx(0.125)

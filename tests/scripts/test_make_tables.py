@@ -46,9 +46,14 @@ KL_PER_BIT, FISHER = method("kl_per_bit"), method("fisher")
 TEST, VALIDATION = "wikitext2/test", "wikitext2/validation"
 
 EXACT = {
-    "objective": "kl", "penalty": "exact", "gradient_scale": "elements", "lr": 3.0, "momentum": 0.9,
-    "lr_schedule": "cosine", "start": "constant",
-}  # fmt: skip
+    "objective": "kl",
+    "penalty": "exact",
+    "gradient_scale": "elements",
+    "lr": 3.0,
+    "momentum": 0.9,
+    "lr_schedule": "cosine",
+    "start": "constant",
+}
 PRESETS = Presets(exact=EXACT, polished={"polish_rounds": 12}, learned={"steps": 400})
 SETTINGS = {"family": "mxfp6_mxfp4", "score_batches": 8, "steps": 200, "polish_rounds": 0, **EXACT}
 
@@ -74,9 +79,12 @@ def at_five_bits(shift: float = -0.05, scatter: float = 0.0, **more: object) -> 
     """bf16, two heuristics and dMX, whose loss is `shift` above the better of them."""
     noise = scatter * (-1.0) ** np.arange(50)
     return compared(
-        row(FULL, 3.0 + WAVE, None, seed=None), row(KL_PER_BIT, 3.3 + WAVE), row(FISHER, 3.4 + WAVE),
-        row(DMX, 3.3 + WAVE + shift + noise), **more,
-    )  # fmt: skip
+        row(FULL, 3.0 + WAVE, None, seed=None),
+        row(KL_PER_BIT, 3.3 + WAVE),
+        row(FISHER, 3.4 + WAVE),
+        row(DMX, 3.3 + WAVE + shift + noise),
+        **more,
+    )
 
 
 def page(*of: Record, name: str = "quality.md") -> str:
@@ -147,11 +155,12 @@ def test_methods_are_named_by_what_differs_from_the_presets():
         compared(row(KL_PER_BIT, 3.3, seed=1), row(DMX, 3.1), on=VALIDATION, settings={"lr": 1.0}),
         compared(row(rotates, 3.0), on=VALIDATION, settings={"steps": 200}),
         compared(
-            row(method(polish=True), 3.0), on=VALIDATION,
+            row(method(polish=True), 3.0),
+            on=VALIDATION,
             settings={"polish_rounds": 8, "seed": 7, "cuda_graph": "on"},
         ),
         name="quality_ablation.md",
-    )  # fmt: skip
+    )
     assert "| plain | kl_per_bit | ≤ 5 | 2 |" in content  # lr is nothing to a heuristic
     assert "| plain | dMX | ≤ 5 | 1 |" in content and "| plain | dMX lr=1 | ≤ 5 | 1 |" in content
     assert "| learned rotation | dMX steps=200 | ≤ 5 | 1 | 20.09 | no heuristic |" in content
@@ -241,10 +250,15 @@ def test_the_picture_shows_the_best_dmx_and_how_sure_its_difference_is():
 
 
 def test_fused_units_and_separate_choices_stand_apart():
-    fused = compared(*(
-        row(dataclasses.replace(r.method, units="fused"), np.array(r.window_nll) + math.log(1.02))
-        for r in at_five_bits().rows[1:]
-    ))  # fmt: skip
+    fused = compared(
+        *(
+            row(
+                dataclasses.replace(r.method, units="fused"),
+                np.array(r.window_nll) + math.log(1.02),
+            )
+            for r in at_five_bits().rows[1:]
+        )
+    )
     content = page(at_five_bits(), fused)
     _, _, table = content.partition("## Fused units against layer units")
     for name, nll in (("dMX", 3.25), ("kl_per_bit", 3.3)):
@@ -427,7 +441,7 @@ def test_outlier_run_names_what_fell_back():
     log = [
         {"step": s, "elements_bf16": [[1.0 if s >= 6 else 0.04, *quiet[1:]], quiet]}
         for s in range(10)
-    ]  # fmt: skip
+    ]
     digits = fallback_digits(layers, log)
     assert digits["shares"] == {layers[0]: {OPERANDS[0]: "1" * 6 + "9" * 4}}
     assert digits_log(digits)[9]["elements_bf16"][0][0] == 1.0

@@ -77,13 +77,18 @@ def results_table(record: Record) -> list[str]:
 def _table(groups: Sequence[Group]) -> list[str]:
     rows = [
         [
-            group.name, limit_text(group), len(group.rows) if group.method.is_searched else "",
-            spread_text(group.statistic("perplexity")), _number(group, "element_bits", 3),
-            _number(group, "bits_per_element", 3), _difference(group, groups, "kl"),
-            _difference(group, groups, "kl_per_bit"), _number(group, "search_seconds", 1),
+            group.name,
+            limit_text(group),
+            len(group.rows) if group.method.is_searched else "",
+            spread_text(group.statistic("perplexity")),
+            _number(group, "element_bits", 3),
+            _number(group, "bits_per_element", 3),
+            _difference(group, groups, "kl"),
+            _difference(group, groups, "kl_per_bit"),
+            _number(group, "search_seconds", 1),
         ]
         for group in groups
-    ]  # fmt: skip
+    ]
     return markdown(HEAD, rows)
 
 

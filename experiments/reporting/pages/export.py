@@ -73,9 +73,15 @@ def _cells(record: Record) -> list[Any]:
     check = _check(record)
     profile = f", {facts.profile}" if facts.profile else ""
     return [
-        record.model.id, facts.target + profile,
+        record.model.id,
+        facts.target + profile,
         ", ".join(f"{count} {name}" for name, count in sorted(facts.formats.items())),
-        "by the loader" if facts.inputs else "no", f"{memory.element_bits:.4f}",
-        f"{(facts.bytes or {})['quantized_bytes']:,}", memory.perplexity, files.perplexity,
-        "equal" if check["equal"] else "differ", f"{check['max_difference']:.4g}", f"{check['kl']:.3g}",
-    ]  # fmt: skip
+        "by the loader" if facts.inputs else "no",
+        f"{memory.element_bits:.4f}",
+        f"{(facts.bytes or {})['quantized_bytes']:,}",
+        memory.perplexity,
+        files.perplexity,
+        "equal" if check["equal"] else "differ",
+        f"{check['max_difference']:.4g}",
+        f"{check['kl']:.3g}",
+    ]

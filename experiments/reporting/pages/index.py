@@ -20,10 +20,12 @@ def index_page(pages: Mapping[str, str]) -> str:
     """
     said = {name: _first_paragraph(text) for name, text in pages.items()} | _BY_HAND
     lines = [
-        "# Results", "",
-        "Made from the records in [records](records) by `python scripts/make_tables.py`; a test holds them equal.", "",
+        "# Results",
+        "",
+        "Made from the records in [records](records) by `python scripts/make_tables.py`; a test holds them equal.",
+        "",
         *(f"- [{name.removesuffix('.md')}]({name}): {said[name]}" for name in sorted(said)),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -28,10 +28,13 @@ def linear_page(title: str, record: Mapping[str, Any]) -> str:
     )
     thread = "autograd's own" if record.get("engine_thread", True) else "the calling"
     lines = [
-        f"# {title}", "",
+        f"# {title}",
+        "",
         f"Forward and backward of one linear layer: the faster recipe of mor has this many times bf16's speed: {said}.",
-        "", *markdown(head, body), "",
+        "",
+        *markdown(head, body),
+        "",
         f"- {record['device']}, torch {record['torch']}, {record['rows'][0]['tokens']} tokens, bf16; "
         f"backward passes in {thread} thread.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"

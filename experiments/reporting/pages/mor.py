@@ -58,9 +58,14 @@ def pooled(records: Sequence[Record]) -> dict[Settings, list[RecipeGroup]]:
         for row in record.training_rows:
             settings = Settings(
                 f"{record.model.id}, {shape}" if shape else record.model.id,
-                record.data["validation"].source, train["window"], train["lr"], train["batch_size"],
-                row.steps, injected if outlier["step"] >= 0 else "", outlier["step"],
-            )  # fmt: skip
+                record.data["validation"].source,
+                train["window"],
+                train["lr"],
+                train["batch_size"],
+                row.steps,
+                injected if outlier["step"] >= 0 else "",
+                outlier["step"],
+            )
             recipe = asked["mor"][row.recipe] or {}
             usual = recipes.setdefault(row.recipe, recipe)
             keys = sorted(k for k in recipe | usual if recipe.get(k) != usual.get(k))
@@ -92,9 +97,13 @@ def against_bf16(groups: Sequence[RecipeGroup]) -> dict[str, Against]:
         if level is not None and allowed is not None and share is not None:
             scatter = TOLERANCE * level < (entry.difference_nats or 0.0) <= allowed
             beside[entry.recipe] = Against(
-                number_text(level), f"{100 * share:+.2f}", f"≤ +{100 * allowed / level:.2f}",
-                met(entry.within) + ", by scatter" * scatter + ", one seed" * (len(entry.seeds) == 1),
-            )  # fmt: skip
+                number_text(level),
+                f"{100 * share:+.2f}",
+                f"≤ +{100 * allowed / level:.2f}",
+                met(entry.within)
+                + ", by scatter" * scatter
+                + ", one seed" * (len(entry.seeds) == 1),
+            )
         elif not entry.within:
             beside[entry.recipe] = Against("–", "–", "–", f"{met(False)}, {entry.reason}")
     return beside
@@ -105,16 +114,24 @@ def training_table(groups: Sequence[RecipeGroup]) -> list[str]:
     compared = against_bf16(groups)
     rows = [
         [
-            group.label, ", ".join(map(str, sorted({r.seed for r in group.rows}))),
-            spread_text(group.statistic("nll")), *compared.get(group.label, Against("–", "–", "–", "")),
+            group.label,
+            ", ".join(map(str, sorted({r.seed for r in group.rows}))),
+            spread_text(group.statistic("nll")),
+            *compared.get(group.label, Against("–", "–", "–", "")),
             _percent(group, "fp8_tensor_share"),
         ]
         for group in _baseline_first(groups)
-    ]  # fmt: skip
+    ]
     head = (
-        "recipe", "seeds", "validation loss", "bf16, same seeds", "minus bf16, %", "allowed, %", "tolerance",
+        "recipe",
+        "seeds",
+        "validation loss",
+        "bf16, same seeds",
+        "minus bf16, %",
+        "allowed, %",
+        "tolerance",
         "FP8 tensors, %",
-    )  # fmt: skip
+    )
     return markdown(head, rows)
 
 
@@ -195,15 +212,24 @@ def outlier_table(settings: Settings, groups: Sequence[RecipeGroup]) -> list[str
             layers = (f"{o.replace('_', ' ')}: {_layers(names)}" for o, names in operands)
             fell = "; ".join(layers) or "none"
         is_compared = row.nll and full and group.label != BASELINE
-        rows.append([
-            group.label, row.seed, "–" if before is None else number_text(before),
-            "not finite" if row.nll is None else number_text(row.nll),
-            f"{100 * (row.nll / full - 1):+.2f}" if is_compared else "–",  # type: ignore[operator]
-            fell,
-        ])  # fmt: skip
+        rows.append(
+            [
+                group.label,
+                row.seed,
+                "–" if before is None else number_text(before),
+                "not finite" if row.nll is None else number_text(row.nll),
+                f"{100 * (row.nll / full - 1):+.2f}" if is_compared else "–",  # type: ignore[operator]
+                fell,
+            ]
+        )
     head = (
-        "recipe", "seed", "loss before", "loss at the end", "minus bf16, %", "more in BF16 from then on",
-    )  # fmt: skip
+        "recipe",
+        "seed",
+        "loss before",
+        "loss at the end",
+        "minus bf16, %",
+        "more in BF16 from then on",
+    )
     return markdown(head, rows)
 
 
@@ -264,9 +290,10 @@ def _outlier_sentence(tables: Mapping[Settings, Sequence[RecipeGroup]]) -> str |
     for settings, groups in tables.items():
         base = {row.seed: row.nll for g in groups if g.label == BASELINE for row in g.rows}
         gaps = [
-            f"{g.label} ends {100 * (row.nll / full - 1):+.2f} % from it" for g in groups
+            f"{g.label} ends {100 * (row.nll / full - 1):+.2f} % from it"
+            for g in groups
             if g.label != BASELINE and (row := g.rows[0]).nll and (full := base.get(row.seed))
-        ]  # fmt: skip
+        ]
         if gaps:
             step = settings.outlier_step
             return f"After outliers that bf16 does not feel, put in before step {step}, {' and '.join(gaps)}."
@@ -279,48 +306,61 @@ def _suffix(number: int) -> str:
 
 
 def _training_lines(
-    tables: Mapping[Settings, Sequence[RecipeGroup]], records: Sequence[Record],
+    tables: Mapping[Settings, Sequence[RecipeGroup]],
+    records: Sequence[Record],
     pictures: dict[str, Figure],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     lines: list[str] = []
     for number, shared in enumerate(dict.fromkeys(s.is_grid_of for s in tables)):
         grid = {s: g for s, g in tables.items() if s.is_grid_of == shared}
         settings, groups = next(iter(grid.items()))
         lines += [
-            "", "## Training", "", _settings_line(settings, groups),
+            "",
+            "## Training",
+            "",
+            _settings_line(settings, groups),
             f"- Tolerance: worse than bf16 by {100 * TOLERANCE:g} % of its loss at most, or by two "
             "standard errors of the difference of means over seeds where that is larger; both on the "
             "seeds that a recipe and bf16 have. A lower loss is met.",
-            _devices_line(records), "- ± after a loss: standard deviation over seeds.", "",
+            _devices_line(records),
+            "- ± after a loss: standard deviation over seeds.",
+            "",
             *training_table(groups),
-        ]  # fmt: skip
+        ]
         if by_operand := operand_table(groups):
             lines += ["", "FP8 share of the decisions on tensors, by operand, %:", "", *by_operand]
         if figure := validation_curves(groups, BASELINE):
             name = f"mor_loss{_suffix(number)}.png"
             pictures[name] = figure
             lines += [
-                "", f"![loss over steps]({name})", "",
+                "",
+                f"![loss over steps]({name})",
+                "",
                 "Above: seeds that all recipes have, so that lines differ in recipe alone. Below: minus bf16 on the same seeds, "
                 "as many as stand in brackets, bars from the least to the largest; points of a step stand side by side.",
-            ]  # fmt: skip
+            ]
         if len(grid) > 1:
             lines += ["", "### Learning rates and batch sizes", "", *grid_table(grid)]
     return lines
 
 
 def _outlier_lines(
-    tables: Mapping[Settings, Sequence[RecipeGroup]], records: Sequence[Record],
+    tables: Mapping[Settings, Sequence[RecipeGroup]],
+    records: Sequence[Record],
     pictures: dict[str, Figure],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     lines: list[str] = []
     for number, (settings, groups) in enumerate(tables.items()):
         lines += [
-            "", "## An outlier in the middle of training", "",
+            "",
+            "## An outlier in the middle of training",
+            "",
             f"- {settings.outlier}; full precision does not feel it.",
-            _settings_line(settings, groups), _devices_line(records), "",
+            _settings_line(settings, groups),
+            _devices_line(records),
+            "",
             *outlier_table(settings, groups),
-        ]  # fmt: skip
+        ]
         for group in groups:
             digits = group.rows[0].fallback_digits
             if digits and digits["shares"]:

@@ -57,17 +57,21 @@ def net_lines(record: Net, picture: str) -> list[str]:
         kinds = (("without the net", "without"), ("with the net", "with"))
         rows = [[name, f"{hurt[key]:.2f}", f"{hurt[key] / base:.3f}"] for name, key in kinds]
         lines += [
-            "", f"Outliers: {hurt['channels']} channels in the MLPs of layers "
+            "",
+            f"Outliers: {hurt['channels']} channels in the MLPs of layers "
             f"{', '.join(map(str, hurt['layers']))}, up_proj times 2^17 and down_proj times 2^-17. "
             f"Full precision does not feel them ({hurt['full_precision']:.2f}, then "
-            f"{hurt['full_precision_with_outliers']:.2f}).", "",
+            f"{hurt['full_precision_with_outliers']:.2f}).",
+            "",
             *markdown(
-                ("with outliers", "perplexity", "over clean"), [["clean, no outliers", f"{base:.2f}", ""], *rows]
-            ), "",
+                ("with outliers", "perplexity", "over clean"),
+                [["clean, no outliers", f"{base:.2f}", ""], *rows],
+            ),
+            "",
             f"Fell back with outliers: {100 * hurt['report']['fallback_rate']:.2f} % of the tensors, "
             f"{hurt['report']['effective_element_bits']:.2f} effective bits, in: "
             f"{', '.join(hurt['fell_back'])}.",
-        ]  # fmt: skip
+        ]
     points = record.get("curve")
     if not points:
         return [
@@ -93,12 +97,14 @@ def curve_table(points: Sequence[Point]) -> list[str]:
     rows = [
         [
             f"{_name(p)} with net, threshold {p['threshold']:g}" if _is_guarded(p) else _name(p),
-            f"{p['perplexity']:.2f}", f"{p['element_bits']:.3f}", f"{p['weight_element_bits']:.3f}",
+            f"{p['perplexity']:.2f}",
+            f"{p['element_bits']:.3f}",
+            f"{p['weight_element_bits']:.3f}",
             f"{p['input_element_bits']:.3f}",
             f"{100 * p['fallback_rate']:.1f}" if _is_guarded(p) else "–",
         ]
         for p in sorted(points, key=lambda p: p["element_bits"])
-    ]  # fmt: skip
+    ]
     head = ("", "perplexity", "effective bits", "weights", "inputs", "fell back, %")
     return markdown(head, rows)
 

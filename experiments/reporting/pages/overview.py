@@ -26,9 +26,10 @@ def main_tables(tables: Tables) -> dict[Table, Sequence[Group]]:
     """Of the main model and text, what is unusual in transform and weights alone."""
     place = main_place(tables)
     return {
-        table: groups for table, groups in ordered(tables)
+        table: groups
+        for table, groups in ordered(tables)
         if (table.model, table.text) == place and table.is_usual("transform", "weights")
-    }  # fmt: skip
+    }
 
 
 def budgets_of(tables: Tables) -> list[Limit]:

@@ -240,10 +240,16 @@ def fused_table(tables: Tables) -> list[str]:
         for group in sorted(groups, key=by_budget):
             other = layer.get((group.method.short_label, group.budget))
             if group.budget and other is not None:
-                rows.append([
-                    table.setting, group.method.short_label, budget_cell(group.budget), runs_text(group),
-                    runs_text(other), percent_text(group, other),
-                ])  # fmt: skip
+                rows.append(
+                    [
+                        table.setting,
+                        group.method.short_label,
+                        budget_cell(group.budget),
+                        runs_text(group),
+                        runs_text(other),
+                        percent_text(group, other),
+                    ]
+                )
     head = ("setting", "method", "budget", "fused", "layer", "fused minus layer, %")
     return [*markdown(head, rows), "", _FUSED_NOTE] if rows else []
 
@@ -253,9 +259,10 @@ def picture(tables: Tables) -> tuple[Figure | None, str]:
     main model and text."""
     model, text = main_place(tables)
     of = [
-        (t, groups) for t, groups in ordered(tables)
+        (t, groups)
+        for t, groups in ordered(tables)
         if (t.model, t.text) == (model, text) and t.is_usual("transform", "weights")
-    ]  # fmt: skip
+    ]
     unit = bits_unit([g for _, groups in of for g in groups])
     curves = []
     for table, groups in of:

@@ -38,13 +38,24 @@ def ablation(tables: Tables) -> list[str]:
                 continue
             best = best_heuristic(group.budget, groups)
             seconds = group.statistic("search_seconds").mean
-            rows.append([
-                table.setting, group.method.short_label, budget_cell(group.budget), len(group.rows),
-                spread_text(group.statistic("perplexity")),
-                "no heuristic" if best is None else percent_text(group, best),
-                "–" if seconds is None else f"{seconds:.0f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    table.setting,
+                    group.method.short_label,
+                    budget_cell(group.budget),
+                    len(group.rows),
+                    spread_text(group.statistic("perplexity")),
+                    "no heuristic" if best is None else percent_text(group, best),
+                    "–" if seconds is None else f"{seconds:.0f}",
+                ]
+            )
     head = (
-        "setting", "method", "budget", "runs", "perplexity", "minus best heuristic, %", "search, s",
-    )  # fmt: skip
+        "setting",
+        "method",
+        "budget",
+        "runs",
+        "perplexity",
+        "minus best heuristic, %",
+        "search, s",
+    )
     return markdown(head, rows)

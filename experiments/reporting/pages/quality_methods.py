@@ -54,9 +54,12 @@ def kept_high(tables: Tables) -> list[str]:
     """Of one model: share of layers above MXFP4 by projection; mean over runs."""
     rows = []
     counted = [
-        projection for groups in tables.values() for g in groups for row in g.rows
+        projection
+        for groups in tables.values()
+        for g in groups
+        for row in g.rows
         for projection in (row.format_counts or {}).get("weight", {})
-    ]  # fmt: skip
+    ]
     usual = [p for p in PROJECTIONS.values() if p in counted]
     projections = [*usual, *(p for p in dict.fromkeys(counted) if p not in usual)]
     for table, groups in ordered(tables):
@@ -76,10 +79,14 @@ def kept_high(tables: Tables) -> list[str]:
                 ]
                 if any(min(of, default=1) < 1 for of in shares):  # else nothing was chosen
                     side_text = f", {side}s" if len(sides) > 1 else ""
-                    rows.append([
-                        table.setting, group.method.short_label, budget_cell(group.budget) + side_text,
-                        *(f"{100 * sum(of) / len(of):.0f}" if of else "–" for of in shares),
-                    ])  # fmt: skip
+                    rows.append(
+                        [
+                            table.setting,
+                            group.method.short_label,
+                            budget_cell(group.budget) + side_text,
+                            *(f"{100 * sum(of) / len(of):.0f}" if of else "–" for of in shares),
+                        ]
+                    )
     head = ("setting", "method", "budget", *projections)
     note = "Share of the layers of each projection, mean over runs."
     return [*markdown(head, rows), "", note] if rows else []

@@ -67,9 +67,11 @@ def task_tables(tables: Tables) -> list[str]:
     for table, groups in sorted(ordered(measured), key=lambda item: full not in item[1]):
         for group in sorted(groups, key=by_budget):
             where = [
-                "–" if group is full else table.setting, group.method.short_label,
-                budget_cell(group.budget), len(group.rows),
-            ]  # fmt: skip
+                "–" if group is full else table.setting,
+                group.method.short_label,
+                budget_cell(group.budget),
+                len(group.rows),
+            ]
             shares = [accuracy(group, task) for task in tasks]
             known = [a.value for a in shares if a]
             mean = f"{100 * sum(known) / len(known):.1f}" if len(known) == len(tasks) else "–"
@@ -90,10 +92,12 @@ def task_tables(tables: Tables) -> list[str]:
     lines = [*markdown((*head, *metrics, "mean"), accuracies), "", "Percent right."]
     if differences:
         lines += [
-            "", *markdown((*head, "minus", *tasks, "mean"), differences), "",
+            "",
+            *markdown((*head, "minus", *tasks, "mean"), differences),
+            "",
             "Percentage points, paired item by item, ± their standard error; runs are averaged first. "
             "Bold: dMX is better by more than one standard error; italic: worse. The best heuristic is that of perplexity.",
-        ]  # fmt: skip
+        ]
     return lines
 
 

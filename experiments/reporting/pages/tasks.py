@@ -30,12 +30,17 @@ def tasks_page(title: str, record: Record) -> str:
     model, note = record.model, record.model.note or ""
     counts = ", ".join(f"{t} {a.count}" for t in tasks if (a := accuracy(first, t)))
     lines = [
-        f"# {title}", "", _said(groups, tasks), "", *markdown(head, body), "",
+        f"# {title}",
+        "",
+        _said(groups, tasks),
+        "",
+        *markdown(head, body),
+        "",
         f"- Model: {model.id}, {model.dtype}. {note}".rstrip(),
         f"- Device: {record.device.name}; {record.wall_seconds:.0f} s for all rows; "
         f"torch {record.versions['torch']}; {record.finished[:10]}.",
         f"- Items: {counts}. Differences are paired by item, ± their standard error. Weights and inputs quantized.",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

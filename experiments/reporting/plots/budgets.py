@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LOOKS = (
-    ("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"),
-    ("#56b4e9", "P"), *SPARE_LOOKS,
-)  # fmt: skip
+    ("#0072b2", "o"),
+    ("#d55e00", "s"),
+    ("#009e73", "^"),
+    ("#cc79a7", "D"),
+    ("#e69f00", "v"),
+    ("#56b4e9", "P"),
+    *SPARE_LOOKS,
+)
 
 
 class BudgetPoint(NamedTuple):

@@ -82,9 +82,14 @@ def legend(axes: Axes, handles: Sequence[Any] | None = None, columns: int = 4) -
     """Above the axes, where it cannot cover data."""
     given = {"handles": handles} if handles is not None else {}
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.3,
-        handlelength=1.8, columnspacing=1.4, **given,
-    )  # fmt: skip
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=columns,
+        borderaxespad=0.3,
+        handlelength=1.8,
+        columnspacing=1.4,
+        **given,
+    )
 
 
 def log_axis(axes: Axes, low: float, high: float) -> None:

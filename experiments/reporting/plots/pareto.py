@@ -111,26 +111,43 @@ def _series(groups: Sequence[Group], unit: str) -> tuple[float | None, dict[str,
 def _draw_ceiling(axes: Axes, ceiling: float) -> None:
     axes.axhline(ceiling, color=QUIET, linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
     axes.annotate(
-        f"bf16  {ceiling:.2f}", (0.0, ceiling), xycoords=("axes fraction", "data"), xytext=(4, -3),
-        textcoords="offset points", va="top", color=QUIET, annotation_clip=True,
-    )  # fmt: skip
+        f"bf16  {ceiling:.2f}",
+        (0.0, ceiling),
+        xycoords=("axes fraction", "data"),
+        xytext=(4, -3),
+        textcoords="offset points",
+        va="top",
+        color=QUIET,
+        annotation_clip=True,
+    )
 
 
 def _draw_uniform(
     axes: Axes, key: str, points: Sequence[_Point], index: int, *, is_named: bool
 ) -> list[Any]:
     line = axes.plot(
-        [p.x for p in points], [p.y for p in points], color=QUIET, linewidth=1.2,
-        marker="osD^"[index % 4], markersize=4, linestyle=("-", "--", "-.", ":")[index % 4], zorder=2,
+        [p.x for p in points],
+        [p.y for p in points],
+        color=QUIET,
+        linewidth=1.2,
+        marker="osD^"[index % 4],
+        markersize=4,
+        linestyle=("-", "--", "-.", ":")[index % 4],
+        zorder=2,
         label=key,
-    )  # fmt: skip
+    )
     for p in points if is_named else ():  # with `zoom`, names would fall outside
         last = len(points) > 1 and p.x == points[-1].x
         axes.annotate(
-            str(p.group.method.format), (p.x, p.y), xytext=(-4 if last else 5, 6),
-            textcoords="offset points", ha="right" if last else "left", color=QUIET, fontsize=8,
+            str(p.group.method.format),
+            (p.x, p.y),
+            xytext=(-4 if last else 5, 6),
+            textcoords="offset points",
+            ha="right" if last else "left",
+            color=QUIET,
+            fontsize=8,
             annotation_clip=True,
-        )  # fmt: skip
+        )
     return line
 
 

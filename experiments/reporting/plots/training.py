@@ -44,9 +44,13 @@ def loss_lines(curves: Sequence[Curve], *, smoothed: bool = False) -> Figure:
         for label, steps, losses in curves:
             values = np.array([np.nan if loss is None else loss for loss in losses], np.float64)
             axes.plot(
-                steps, smooth(values) if smoothed else values, linewidth=1.2, alpha=0.8,
-                color=SERIES[labels.index(label) % len(SERIES)], label=None if label in shown else label,
-            )  # fmt: skip
+                steps,
+                smooth(values) if smoothed else values,
+                linewidth=1.2,
+                alpha=0.8,
+                color=SERIES[labels.index(label) % len(SERIES)],
+                label=None if label in shown else label,
+            )
             shown.add(label)
         axes.set_ylabel("nats/token")
         steps_axis(axes)
