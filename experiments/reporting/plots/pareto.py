@@ -86,7 +86,7 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         else:
             axes.margins(x=0.06, y=0.14)
             widest = max((len(str(h.get_label())) for h in handles), default=0)
-            legend(axes, handles, columns=4 if widest < 20 else 2)
+            legend(axes, handles, columns=4 if widest < 12 else 3 if widest < 20 else 2)
     return figure
 
 
