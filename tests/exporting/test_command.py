@@ -10,6 +10,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.formats import MX_FORMATS
 from experiments import evaluate, export
 from experiments.reporting.record import Record
+from experiments.running import exports
 from experiments.running.composing import build_root
 from experiments.running.settings import CONFIGS
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
@@ -116,7 +117,7 @@ def test_refusals_are_one_line_before_weights_are_loaded(
     def load(*_):
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(export, "load_model", load)
+    monkeypatch.setattr(exports, "load_model", load)
     path = mixed(make_tiny("llama").model, VLLM, "fused").save(tmp_path / "a.json")
     if "intermediate_size" in arguments[0]:
         body = json.loads(path.read_text())
