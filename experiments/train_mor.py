@@ -37,7 +37,7 @@ from experiments.reporting.report_training import (
 from experiments.reporting.results import group_rows
 from experiments.running.config import ConfigError, RunConfig, _defaults, build_root
 from experiments.running.run import Run, console, entry_point, tokens_sha256
-from mor.statistics import read_log
+from mor.log import read_log
 from mor.training import TrainConfig, check_training, fresh_weights, train
 
 

@@ -26,7 +26,7 @@ from mor.config import BF16_INDEX, Metric, MorConfig, MorError
 from mor.fp8 import Fp8
 from mor.partition import parse_partition
 from mor.policy import quantize, round_to_bf16, signed_threshold
-from mor.statistics import LayerState
+from mor.state import LayerState
 
 FAST_ACCUMULATION = {"forward": True, "grad_input": False, "grad_weight": False}
 """As torchao's float8 training: gradients keep full accumulation."""

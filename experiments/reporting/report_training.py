@@ -18,7 +18,8 @@ from experiments.reporting.html import Html, el, page, picture, scroll_table, se
 from experiments.reporting.provenance import asked_and_ran, environment
 from experiments.reporting.reading import read_record
 from experiments.reporting.results import Group, group_rows, spread_text
-from mor.statistics import OPERANDS, read_log
+from mor.log import read_log
+from mor.state import OPERANDS
 from mor.training import read_rows
 
 _COLOURS = ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

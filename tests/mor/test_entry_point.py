@@ -17,7 +17,7 @@ from experiments.reporting.report_training import comparison, comparison_text, f
 from experiments.reporting.results import group_rows
 from experiments.running.config import build_root
 from experiments.train_mor import TrainMorRun, _check, _save_model
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

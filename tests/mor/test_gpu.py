@@ -119,7 +119,7 @@ def test_decisions_on_the_gpu_equal_golden(case):
     x = floats("morin", source["case"], "x", source["dtype"], "mor").reshape(source["shape"]).cuda()
     for run in case["runs"]:
         config = MorConfig(formats=run["ladder"], threshold=run["threshold"])
-        trials = products.Trials([x], mor.statistics.LayerState(config), [None])
+        trials = products.Trials([x], mor.state.LayerState(config), [None])
         assert trials.decide(trials.wait())[0] == [run["choice"]]
         assert mor.FORMATS[int(mor.quantize(x, config).decision)] == run["choice"]
 

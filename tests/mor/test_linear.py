@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mor
-from mor import MorConfig, MorError, MorLinear, fp8, products
+from mor import MorConfig, MorError, MorLinear, fp8, log, products
 from mor.policy import round_to_bf16
-from mor.statistics import EXECUTIONS, OPERANDS
+from mor.state import EXECUTIONS, OPERANDS
 from tests.golden import assert_same_bits
 from tests.mor.conftest import normal
 
@@ -374,8 +374,8 @@ def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, m
     path = tmp_path / "mor.jsonl"
     logger = mor.MorLogger(model, path, flush_every=3)
     reads = []
-    collect = mor.statistics.collect
-    monkeypatch.setattr(mor.statistics, "collect", lambda s: reads.append(len(s)) or collect(s))
+    collect = log.collect
+    monkeypatch.setattr(log, "collect", lambda s: reads.append(len(s)) or collect(s))
     for step in range(7):
         x = normal(16, 32, seed=step)
         if step == 4:
@@ -384,7 +384,7 @@ def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, m
         logger.step(step)
     assert reads == [3, 3]
     logger.flush()
-    header, rows = mor.statistics.read_log(path)
+    header, rows = log.read_log(path)
     assert header["layers"] == ["up", "down"] and tuple(header["operands"]) == OPERANDS
     assert [row["step"] for row in rows] == list(range(7))
     assert [row["nonfinite"] > 0 for row in rows] == [step == 4 for step in range(7)]

@@ -17,7 +17,7 @@ from experiments.reporting.plots import pareto
 from experiments.reporting.quality_tables import pooled
 from experiments.reporting.report_training import digits_log, fallback_digits, loss_curve
 from experiments.reporting.results import group_rows
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "results" / "records"

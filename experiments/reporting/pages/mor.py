@@ -25,7 +25,7 @@ from experiments.reporting.report_training import (
     fallback_map,
 )
 from experiments.reporting.results import Group, group_rows, number_text, spread_text
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 ASKED_RECIPES = ("tensor", "tensor_e5m2")
 """Recipes of which a share of FP8 is asked, for every operand."""
