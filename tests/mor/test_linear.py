@@ -360,13 +360,13 @@ def test_fast_path_codes_equal_the_reference():
             x = (normal(64, 48) * 100).to(dtype)
             tensors = [x, -3 * x[:5]]
             casts, errors = fp8.cast(
-                tensors, fp8.amax(*tensors), name, turned=True, metric="relative_error"
+                tensors, fp8.amax(*tensors), name, transposed=True, measured=True
             )
             for y, cast, error in zip(tensors, casts, errors, strict=True):
                 expected = mor.quantize(y, MorConfig(formats=(name, "bf16"), threshold=1.0))
                 assert_same_bits(cast.plain.dequantize(dtype), expected.values)
                 assert torch.equal(error.reshape(1), expected.errors)
-                assert_same_bits(cast.turned.codes.float(), cast.plain.codes.t().float())
+                assert_same_bits(cast.transposed.codes.float(), cast.plain.codes.t().float())
 
 
 def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, monkeypatch):
