@@ -2,9 +2,10 @@
 
 from mor.config import FORMATS, MorConfig, MorError
 from mor.linear import MorLinear
+from mor.log import MorLogger
 from mor.policy import MorTensor, quantize
 from mor.safety import SafetyNet
-from mor.statistics import MorLogger, reset_stats, stats
+from mor.statistics import reset_stats, stats
 from mor.swap import decision_state, load_decision_state, restore_linears, swap_linears
 
 __all__ = [

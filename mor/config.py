@@ -10,7 +10,7 @@ import torch
 from mor._base import E4M3, E5M2, DmxError, ElementFormat, check_choice
 
 Policy = Literal["tensor", "block_two_way", "block_three_way"]
-Metric = Literal["relative_error", "sqnr", "underflow"]
+Metric = Literal["relative_error"]
 Products = Literal["auto", "real", "emulated"]
 
 FORMATS = ("e4m3", "e5m2", "bf16")
@@ -41,8 +41,8 @@ class MorError(DmxError):
 class MorConfig:
     """A policy of MoR; checks itself.
 
-    Source: MoR, arXiv 2512.22804 (policies, relative error, thresholds). SQNR and underflow as
-    metrics, E5M2's own threshold and `refresh_every` are ours.
+    Source: MoR, arXiv 2512.22804 (policies, relative error, thresholds). E5M2's own threshold and
+    `refresh_every` are ours.
     """
 
     policy: Policy = "tensor"
@@ -52,12 +52,10 @@ class MorConfig:
     formats: tuple[str, ...] = ("e4m3", "bf16")
     """Tried in this order; the last is bf16, which takes everything. Only for policy=tensor."""
     threshold: Any = DEFAULT_THRESHOLD
-    """A float for all FP8 formats, or a dict by format (unnamed: its default). relative_error and
-    underflow: accept below it, share of 1. sqnr: accept above it, dB. The default 0.045 is E4M3's
-    and gives E5M2 its own default, 0.09."""
+    """A float for all FP8 formats, or a dict by format (unnamed: its default): accept below it, share
+    of 1. The default 0.045 is E4M3's and gives E5M2 its own default, 0.09."""
     metric: Metric = "relative_error"
-    """relative_error: mean |x-y|/|x| over non-zero x. sqnr: dB. underflow: share of non-zero x that
-    become zero."""
+    """relative_error: mean |x-y|/|x| over non-zero x. The only one."""
     refresh_every: int = 1
     """Steps between two decisions of one layer; between them the scales still follow the data."""
     products: Products = "auto"
@@ -107,13 +105,11 @@ class MorConfig:
             )
 
     def _check_thresholds(self) -> None:
-        if self.policy != "tensor" and (
-            self.threshold != DEFAULT_THRESHOLD or self.metric != "relative_error"
-        ):
+        if self.policy != "tensor" and self.threshold != DEFAULT_THRESHOLD:
             raise MorError(
-                f"mor.policy={self.policy} compares E4M3 with E5M2 and has no threshold or metric; "
-                f"mor.threshold={self.threshold!r}, mor.metric={self.metric} would be ignored. "
-                "Leave both out, or set mor.policy=tensor."
+                f"mor.policy={self.policy} compares E4M3 with E5M2 and has no threshold; "
+                f"mor.threshold={self.threshold!r} would be ignored. Leave it out, or set "
+                "mor.policy=tensor."
             )
         if isinstance(self.threshold, Mapping):
             for name in self.threshold:
@@ -127,14 +123,6 @@ class MorConfig:
                 raise MorError(
                     f"mor.threshold={self.threshold!r} is not allowed: a number > 0, or a dict of "
                     f"such by format ({', '.join(ELEMENTS)})."
-                )
-        if self.metric == "sqnr" and self.policy == "tensor":
-            missing = isinstance(self.threshold, Mapping) and len(values) < len(self.fp8_formats)
-            if missing or min(values, default=1.0) < 1:
-                raise MorError(
-                    f"mor.metric=sqnr needs mor.threshold in dB for every format, got "
-                    f"{self.threshold!r}. E4M3's own rounding is about 31.5 dB, E5M2's 25.5; half "
-                    "the precision is 6 dB less: 25.5 and 19.5."
                 )
 
     @property

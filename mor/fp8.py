@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mor.config import ELEMENTS, FLOAT8, Metric
+from mor.config import ELEMENTS, FLOAT8
 from mor.partition import to_matrix
-from mor.policy import metric_error
-from mor.scaling import MAX_SCALE
+from mor.policy import mean_relative_error, relative_error_sums
+from mor.scaling import MAX_INV_SCALE
 
 FP8_CAPABILITY = (8, 9)
 """First compute capability with FP8 matrix products."""
@@ -33,11 +33,11 @@ FP8_MULTIPLE = 16
 
 @dataclass(slots=True)
 class Fp8:
-    """A matrix in FP8: codes times `inverse`, to the last bit codes / `scale`."""
+    """A matrix in FP8: codes times `scale`, to the last bit codes / `inv_scale`."""
 
     codes: Tensor
     """(R, C) float8, contiguous."""
-    inverse: Tensor
+    scale: Tensor
     """1 / S, (1,) float32 at an address that the matrix product reads; NaN if not finite."""
     largest: Tensor
     """(n, P), `amax` of this matrix and of those that were cast with it."""
@@ -46,20 +46,20 @@ class Fp8:
     format: str
 
     @property
-    def scale(self) -> Tensor:
+    def inv_scale(self) -> Tensor:
         """S, (1,) float32. Made when asked for: only what is dequantized needs it."""
         return scales_of(self.largest[self.row], self.format)[1]
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Values in `dtype`, divided in float32 as the definition says."""
-        return (self.codes.float() / self.scale).to(dtype)
+        return (self.codes.float() / self.inv_scale).to(dtype)
 
 
 class Cast(NamedTuple):
     """FP8 forms of one matrix; None where not asked for."""
 
     plain: Fp8 | None
-    turned: Fp8 | None
+    transposed: Fp8 | None
     """Of the transpose."""
 
 
@@ -81,63 +81,75 @@ def amax(*tensors: Tensor) -> Tensor:
 
 
 def scales_of(largest: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """1 / S and S = Q / amax, (1,) float32; 1 for a zero tensor, NaN for one that is not finite.
+    """The scale 1 / S and its inverse S = Q / amax, (1,) float32; 1 for a zero tensor, NaN for one
+    that is not finite.
 
     Args:
         largest: (P,), a row of `amax`.
     """
     largest = largest.amax(0, keepdim=True)
     top = torch.full_like(largest, ELEMENTS[format].max_normal)
-    scale = (top / largest).clamp(max=MAX_SCALE)
-    scale = torch.where(largest == 0, 1.0, scale)
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
-    return scale.reciprocal(), scale
+    inv_scale = (top / largest).clamp(max=MAX_INV_SCALE)
+    inv_scale = torch.where(largest == 0, 1.0, inv_scale)
+    inv_scale = torch.where(largest.isfinite(), inv_scale, torch.nan)
+    return inv_scale.reciprocal(), inv_scale
 
 
 def cast(
-    tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool = True,
-    turned: bool = False, metric: Metric | None = None, landing: Tensor | None = None,
-) -> tuple[list[Cast], Tensor | None]:  # fmt: skip
+    tensors: Sequence[Tensor],
+    largest: Tensor,
+    format: str,
+    *,
+    plain: bool = True,
+    transposed: bool = False,
+    measured: bool = False,
+    landing: Tensor | None = None,
+) -> tuple[list[Cast], Tensor | None]:
     """FP8 codes of matrices, of their transposes or of both (16-bit ones in one read), and the
     errors of the casts.
 
     Args:
         tensors: one or two (R, C) matrices, fp32, bf16 or fp16.
         largest: (n, P), `amax` of these tensors.
-        metric: None = errors are not measured.
+        measured: whether the relative errors are wanted.
         landing: (n,) float64 pinned memory of the host that the GPU writes relative errors to;
             they are there once the stream has come so far.
 
     Returns:
         One `Cast` for each, and the errors as (n,) float64: inf of what is not finite.
     """
-    if tensors[0].is_cuda and metric in (None, "relative_error"):
+    if tensors[0].is_cuda:
         from mor.kernels import triton_fp8
 
-        codes, turned_codes, inverses, errors = triton_fp8.cast(
-            tensors, largest, format, plain=plain, turned=turned, measured=metric is not None,
+        codes, transposed_codes, scales, errors = triton_fp8.cast(
+            tensors,
+            largest,
+            format,
+            plain=plain,
+            transposed=transposed,
+            measured=measured,
             landing=landing,
-        )  # fmt: skip
+        )
         return [
             Cast(
-                Fp8(codes[i], inverse, largest, i, format) if plain else None,
-                Fp8(turned_codes[i], inverse, largest, i, format) if turned else None,
+                Fp8(codes[i], scale, largest, i, format) if plain else None,
+                Fp8(transposed_codes[i], scale, largest, i, format) if transposed else None,
             )
-            for i, inverse in enumerate(inverses)
+            for i, scale in enumerate(scales)
         ], errors
-    casts, measured = [], []
+    casts, errors_of = [], []
     for i, x in enumerate(tensors):
-        inverse, scale = scales_of(largest[i], format)
-        matrix = (x.float() * scale).to(FLOAT8[format])
-        own = Fp8(matrix.contiguous(), inverse, largest, i, format)
-        other = Fp8(matrix.t().contiguous(), inverse, largest, i, format) if turned else None
+        scale, inv_scale = scales_of(largest[i], format)
+        matrix = (x.float() * inv_scale).to(FLOAT8[format])
+        own = Fp8(matrix.contiguous(), scale, largest, i, format)
+        other = Fp8(matrix.t().contiguous(), scale, largest, i, format) if transposed else None
         casts.append(Cast(own if plain else None, other))
-        if metric is not None:
+        if measured:
             wide, narrow = (
                 y[None, :, None, :] for y in (to_matrix(x).float(), own.dequantize(torch.float32))
             )
-            measured.append(metric_error(wide, narrow, metric).reshape(1))
-    return casts, torch.cat(measured) if metric is not None else None
+            errors_of.append(mean_relative_error(*relative_error_sums(wide, narrow)).reshape(1))
+    return casts, torch.cat(errors_of) if measured else None
 
 
 @functools.cache
@@ -164,8 +176,8 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
     return torch._scaled_mm(
         a.codes,
         b.codes.t(),
-        scale_a=a.inverse,
-        scale_b=b.inverse,
+        scale_a=a.scale,
+        scale_b=b.scale,
         out_dtype=dtype,
         use_fast_accum=fast_accumulation,
     )
@@ -174,7 +186,7 @@ def real_product(a: Fp8, b: Fp8, dtype: torch.dtype, *, fast_accumulation: bool)
 def emulated_product(a: Fp8, b: Fp8, dtype: torch.dtype) -> Tensor:
     """The same product with float32 accumulation; codes are exact in BF16."""
     exact = wide_product(a.codes.to(torch.bfloat16), b.codes.to(torch.bfloat16))
-    return (exact * (a.inverse * b.inverse)).to(dtype)
+    return (exact * (a.scale * b.scale)).to(dtype)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mor._base import adopt, check_input
 from mor.config import FORMATS, MorConfig, MorError, partials
 from mor.products import general_product, is_tensor_path, tensor_backward, tensor_forward
-from mor.statistics import LayerState, state_of
+from mor.state import LayerState, state_of
 
 _NOTHING = nullcontext()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mor._base import E5M2, check_input
-from mor.config import BF16_INDEX, ELEMENTS, FORMATS, LARGEST_BF16_IN_FP16, Metric, MorConfig
+from mor.config import BF16_INDEX, ELEMENTS, FORMATS, LARGEST_BF16_IN_FP16, MorConfig
 from mor.partition import (
     WITHIN_BLOCK,
     BlockShape,
@@ -28,7 +28,7 @@ from mor.partition import (
     to_blocks,
     to_matrix,
 )
-from mor.scaling import amax_to_gam_scale, block_amax, gam_fake_quant
+from mor.scaling import amax_to_gam_inv_scale, block_amax, gam_fake_quant
 
 E4M3_INDEX, E5M2_INDEX = FORMATS.index("e4m3"), FORMATS.index("e5m2")
 E5M2_RANGE = E5M2.max_normal / E5M2.min_normal
@@ -40,8 +40,8 @@ class MorTensor:
 
     values: shape and dtype of x. decision: uint8 index into `mor.FORMATS`; 0-d for policy tensor,
     the block grid else. relative_error: 0-d float32, of the first format tried, on the whole
-    operand; inf if it is not finite. errors: (n_fp8_formats,) float64, the config's metric in the
-    order of the ladder (block policies: relative errors of E4M3 and E5M2).
+    operand; inf if it is not finite. errors: (n_fp8_formats,) float64, relative errors in
+    the order of the ladder (block policies: of E4M3 and E5M2).
     """
 
     values: Tensor
@@ -76,28 +76,6 @@ def mean_relative_error(sums: Tensor, counts: Tensor) -> Tensor:
     return torch.where(mean.isnan(), torch.inf, mean)
 
 
-def metric_error(x: Tensor, y: Tensor, metric: Metric) -> Tensor:
-    """Error of one try, 0-d float64, smaller is better; inf where x is not finite.
-
-    sqnr is returned as minus the decibels, so that every metric accepts below its threshold.
-    """
-    if metric == "relative_error":
-        return mean_relative_error(*relative_error_sums(x, y))
-    if metric == "underflow":
-        nonzero = x != 0
-        error = (nonzero & (y == 0)).sum().double() / nonzero.sum().clamp(min=1)
-    else:
-        signal, noise = x.double().square().sum(), (x - y).double().square().sum()
-        error = torch.where(noise == 0, -torch.inf, 10 * torch.log10(noise / signal))
-    return torch.where(x.isfinite().all(), error, torch.inf)
-
-
-def signed_threshold(config: MorConfig, name: str) -> float:
-    """Threshold in the sense of `metric_error`."""
-    threshold = config.threshold_of(name)
-    return -threshold if config.metric == "sqnr" else threshold
-
-
 def quantize(x: Tensor, config: MorConfig, *, frozen: Tensor | None = None) -> MorTensor:
     """Decide on x and apply the decision; without autograd.
 
@@ -129,29 +107,25 @@ def _quantize_tensor(x: Tensor, config: MorConfig, frozen: Tensor | None) -> Mor
     amax = block_amax(blocks)
     tries = {}
     for name in config.fp8_formats:
-        y = gam_fake_quant(blocks, amax_to_gam_scale(amax, ELEMENTS[name]), ELEMENTS[name])
-        tries[name] = y, metric_error(blocks, y, config.metric)
+        y = gam_fake_quant(blocks, amax_to_gam_inv_scale(amax, ELEMENTS[name]), ELEMENTS[name])
+        tries[name] = y, mean_relative_error(*relative_error_sums(blocks, y))
     values = round_to_bf16(x)
-    rounded = to_blocks(to_matrix(values).float(), shape)
-    first = tries[config.formats[0]][0] if tries else rounded
     decision = torch.full((), BF16_INDEX, dtype=torch.uint8, device=x.device)
     # From the end of the ladder to its start: the earliest format that is accepted wins.
     finite = amax.isfinite().all()
     for name, (y, error) in reversed(tries.items()):
-        accepted = error < signed_threshold(config, name)
+        accepted = error < config.threshold_of(name)
         if frozen is not None:
             _check_frozen(frozen, decision.shape)
             accepted = (frozen == FORMATS.index(name)) & finite
         values = torch.where(accepted, from_blocks(y, x).to(x.dtype), values)
         decision = torch.where(accepted, FORMATS.index(name), decision).to(torch.uint8)
     errors = [error for _, error in tries.values()]
-    relative_error = mean_relative_error(*relative_error_sums(blocks, first))
-    return MorTensor(
-        values,
-        decision,
-        relative_error.float(),
-        torch.stack(errors) if errors else relative_error.new_zeros(0),
-    )
+    if not errors:  # the ladder is bf16 alone
+        rounded = to_blocks(to_matrix(values).float(), shape)
+        relative_error = mean_relative_error(*relative_error_sums(blocks, rounded))
+        return MorTensor(values, decision, relative_error.float(), relative_error.new_zeros(0))
+    return MorTensor(values, decision, errors[0].float(), torch.stack(errors))
 
 
 def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> MorTensor:
@@ -163,15 +137,16 @@ def _quantize_blocks(x: Tensor, config: MorConfig, frozen: Tensor | None) -> Mor
 
         size = shape.of(matrix)
         if triton_blocks.fits(*size, matrix.shape[1]):
-            found = triton_blocks.quantize_blocks(
-                matrix, *size, e5m2_range=E5M2_RANGE,
-                three_way=config.policy == "block_three_way", frozen=frozen,
-            )  # fmt: skip
-            errors = [mean_relative_error(sums, found.counts) for sums in found.sums]
-            return MorTensor(
-                found.values.reshape(x.shape), found.decision, errors[0].float(),
-                torch.stack(errors),
-            )  # fmt: skip
+            blocks = triton_blocks.quantize_blocks(
+                matrix,
+                *size,
+                e5m2_range=E5M2_RANGE,
+                three_way=config.policy == "block_three_way",
+                frozen=frozen,
+            )
+            errors = [mean_relative_error(sums, blocks.counts) for sums in blocks.sums]
+            values = blocks.values.reshape(x.shape)
+            return MorTensor(values, blocks.decision, errors[0].float(), torch.stack(errors))
     return _reference_blocks(x, shape, config, frozen)
 
 
@@ -181,7 +156,7 @@ def _reference_blocks(
     blocks = to_blocks(to_matrix(x).float(), shape)
     amax = block_amax(blocks)
     values_e4m3, values_e5m2 = (
-        gam_fake_quant(blocks, amax_to_gam_scale(amax, element), element)
+        gam_fake_quant(blocks, amax_to_gam_inv_scale(amax, element), element)
         for element in ELEMENTS.values()
     )
     error_e4m3, counts = relative_error_sums(blocks, values_e4m3)

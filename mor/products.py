@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from mor import fp8
-from mor.config import BF16_INDEX, Metric, MorConfig, MorError
+from mor.config import BF16_INDEX, MorConfig, MorError
 from mor.fp8 import Fp8
 from mor.partition import parse_partition
-from mor.policy import quantize, round_to_bf16, signed_threshold
-from mor.statistics import LayerState
+from mor.policy import quantize, round_to_bf16
+from mor.state import LayerState
 
 FAST_ACCUMULATION = {"forward": True, "grad_input": False, "grad_weight": False}
 """As torchao's float8 training: gradients keep full accumulation."""
@@ -53,9 +53,9 @@ class Trials:
 
     def __init__(
         self, operands: list[Tensor], state: LayerState, held: list[str | None], *,
-        turned: bool = False,
+        transposed: bool = False,
     ) -> None:  # fmt: skip
-        """held: the decisions to keep; None decides anew. turned: casts of the transposes, too."""
+        """held: the decisions to keep; None decides anew. transposed: casts of the transposes, too."""
         config = state.config
         self.operands, self.config, self.held = operands, config, held
         self.largest = fp8.amax(*operands)
@@ -66,12 +66,12 @@ class Trials:
         if None in held:
             n, names = len(operands), config.fp8_formats
             memory: list[Tensor | None] = [None] * len(names)
-            if operands[0].is_cuda and config.metric == "relative_error" and names:
+            if operands[0].is_cuda and names:
                 # One layer's passes wait for their errors before the next begins: it is free.
                 self.errors, self.arrival = state.landing(n * len(names))
                 memory = [self.errors] if len(names) == 1 else [*self.errors.split(n)]
             errors = [
-                self._cast(name, range(n), turned, config.metric, room)
+                self._cast(name, range(n), transposed, True, room)
                 for name, room in zip(names, memory, strict=True)
             ]
             if self.arrival is not None:
@@ -81,10 +81,10 @@ class Trials:
         else:
             for name in sorted({name for name in held if name and name != "bf16"}):
                 which = [i for i, own in enumerate(held) if own == name]
-                self._cast(name, which, turned, None, None)
+                self._cast(name, which, transposed, False, None)
 
     def _cast(
-        self, format: str, which: Sequence[int], turned: bool, metric: Metric | None,
+        self, format: str, which: Sequence[int], transposed: bool, measured: bool,
         landing: Tensor | None,
     ) -> Tensor | None:  # fmt: skip
         largest = self.largest
@@ -92,7 +92,7 @@ class Trials:
             largest = largest[which[0] : which[0] + 1]
         operands = [self.operands[i] for i in which]
         casts, errors = fp8.cast(
-            operands, largest, format, turned=turned, metric=metric, landing=landing
+            operands, largest, format, transposed=transposed, measured=measured, landing=landing
         )
         for i, cast in zip(which, casts, strict=True):
             self.casts[i][format] = cast
@@ -104,8 +104,8 @@ class Trials:
             return []
         if self.arrival is not None:
             self.arrival.synchronize()
-        found: list[float] = self.errors.tolist()
-        return found
+        errors: list[float] = self.errors.tolist()
+        return errors
 
     def decide(self, errors: list[float]) -> tuple[list[str], list[float | None]]:
         """Of each operand the first format whose error is below its threshold, and the error of the
@@ -118,7 +118,7 @@ class Trials:
             passing = (
                 name
                 for name, error in zip(config.fp8_formats, errors[i::n], strict=True)
-                if error < signed_threshold(config, name)
+                if error < config.threshold_of(name)
             )
             formats.append(next(passing, "bf16"))
         return formats, list(errors[:n])
@@ -129,20 +129,24 @@ class _Operand:
 
     def __init__(
         self, x: Tensor, largest: Tensor, row: int, format: str, *, cast: Fp8 | None,
-        turned: bool = False,
+        transposed: bool = False,
     ) -> None:  # fmt: skip
         """row: of largest, `fp8.amax(x)`. cast: codes in the product's orientation, where made."""
         self.x, self.largest, self.row = x, largest, row
-        self.format, self.cast, self.turned = format, cast, turned
+        self.format, self.cast, self.transposed = format, cast, transposed
 
     def fp8(self) -> Fp8:
         """Codes in the product's orientation, contiguous."""
         if self.cast is None:
             largest = self.largest[self.row : self.row + 1]
             casts, _ = fp8.cast(
-                [self.x], largest, self.format, plain=not self.turned, turned=self.turned
+                [self.x],
+                largest,
+                self.format,
+                plain=not self.transposed,
+                transposed=self.transposed,
             )
-            self.cast = casts[0].turned if self.turned else casts[0].plain
+            self.cast = casts[0].transposed if self.transposed else casts[0].plain
             assert self.cast is not None
         return self.cast
 
@@ -151,12 +155,12 @@ class _Operand:
         if self.format != "bf16":
             return self.fp8().dequantize(torch.bfloat16)
         values = self.x.to(torch.bfloat16)
-        return values.t() if self.turned else values
+        return values.t() if self.transposed else values
 
     @property
     def shape(self) -> torch.Size:
         """In the product's orientation."""
-        return self.x.shape[::-1] if self.turned else self.x.shape
+        return self.x.shape[::-1] if self.transposed else self.x.shape
 
 
 def _multiply(
@@ -209,10 +213,7 @@ def _plain(casts: dict[str, fp8.Cast], format: str) -> Fp8 | None:
 
 
 def _count(state: LayerState, operand: str, x: Tensor, format: str, error: float | None) -> None:
-    # The column of relative errors stays empty under another metric.
-    is_measured = error is not None and state.config.metric == "relative_error"
-    finite = error != float("inf")
-    state.count_operand(operand, format, x.numel(), error if is_measured else None, finite)
+    state.count_operand(operand, format, x.numel(), error, error != float("inf"))
 
 
 def tensor_backward(
@@ -224,28 +225,30 @@ def tensor_backward(
     config, (input_format, weight_format) = state.config, formats
     held = None if deciding else state.formats.get("grad_output")
     both = need_input and need_weight
-    trials = Trials([grad], state, [held], turned=both)
+    trials = Trials([grad], state, [held], transposed=both)
     likely = held or state.formats.get("grad_output", config.formats[0])
-    turned: list[fp8.Cast | None] = [None, None]
+    transposed: list[fp8.Cast | None] = [None, None]
     if both and likely != "bf16" and input_format == weight_format != "bf16":
-        turned[:], _ = fp8.cast([x, weight], largest, input_format, plain=False, turned=True)
-    turned_input, turned_weight = (
-        _Operand(y, largest, i, name, cast=cast.turned if cast else None, turned=True)
+        transposed[:], _ = fp8.cast(
+            [x, weight], largest, input_format, plain=False, transposed=True
+        )
+    transposed_input, transposed_weight = (
+        _Operand(y, largest, i, name, cast=cast.transposed if cast else None, transposed=True)
         for i, (y, name, cast) in enumerate(
-            zip((x, weight), (input_format, weight_format), turned, strict=True)
+            zip((x, weight), (input_format, weight_format), transposed, strict=True)
         )
     )
 
     def grad_input(format: str) -> tuple[Tensor, str]:
         cast = _plain(trials.casts[0], format)
         a = _Operand(grad, trials.largest, 0, format, cast=cast)
-        return _multiply("grad_input", a, turned_weight, config, grad.dtype)
+        return _multiply("grad_input", a, transposed_weight, config, grad.dtype)
 
     def grad_weight(format: str) -> tuple[Tensor, str]:
-        found = trials.casts[0].get(format)
-        cast = found.turned if found else None
-        a = _Operand(grad, trials.largest, 0, format, cast=cast, turned=True)
-        return _multiply("grad_weight", a, turned_input, config, grad.dtype)
+        both_ways = trials.casts[0].get(format)
+        cast = both_ways.transposed if both_ways else None
+        a = _Operand(grad, trials.largest, 0, format, cast=cast, transposed=True)
+        return _multiply("grad_weight", a, transposed_input, config, grad.dtype)
 
     # One of the two runs while the errors travel.
     first = grad_input if need_input else grad_weight

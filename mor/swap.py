@@ -10,7 +10,7 @@ from torch import nn
 from mor._base import put_back, replace_layers
 from mor.config import MorConfig, MorError
 from mor.linear import MorLinear
-from mor.statistics import layer_states
+from mor.state import layer_states
 
 _ORIGINALS = "_mor_originals"
 

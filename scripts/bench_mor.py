@@ -131,9 +131,13 @@ def breakdown(size: int, tokens: int) -> dict[str, float]:
     parts: dict[str, Callable[[], object]] = {
         "amax of both": lambda: fp8.amax(x, w),
         "cast both": lambda: fp8.cast([x, w], largest, "e4m3"),
-        "cast and measure both": lambda: fp8.cast([x, w], largest, "e4m3", metric="relative_error"),
-        "cast both transposed": lambda: fp8.cast([x, w], largest, "e4m3", plain=False, turned=True),
-        "cast the gradient, both ways": lambda: fp8.cast([grad], largest_grad, "e4m3", turned=True),
+        "cast and measure both": lambda: fp8.cast([x, w], largest, "e4m3", measured=True),
+        "cast both transposed": lambda: fp8.cast(
+            [x, w], largest, "e4m3", plain=False, transposed=True
+        ),
+        "cast the gradient, both ways": lambda: fp8.cast(
+            [grad], largest_grad, "e4m3", transposed=True
+        ),
         "bf16 product": lambda: x @ w.t(),
         "fp8 product, fast": lambda: fp8.real_product(
             left, right, torch.bfloat16, fast_accumulation=True

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from dmx.files import write_text
-from mor.statistics import OPERANDS, read_log
+from mor.log import read_log
+from mor.state import OPERANDS
 from mor.training import read_rows
 
 from .groups import RecipeGroup, group_recipes

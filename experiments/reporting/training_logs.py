@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 from mor.training import read_rows
 
 _CURVE_POINTS = 200

@@ -12,7 +12,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
-from mor.statistics import read_log
+from mor.log import read_log
 from mor.training import TrainResult
 
 from ..reporting.projections import format_counts

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mor.config import ELEMENTS, FLOAT8, FORMATS, LARGEST_BF16_IN_FP16
-from mor.scaling import MAX_EXPONENT, MAX_SCALE, MIN_EXPONENT
+from mor.scaling import MAX_EXPONENT, MAX_INV_SCALE, MIN_EXPONENT
 
 _CHUNK = 4096
 """Elements that a program holds at a time."""
@@ -70,20 +70,20 @@ def _amax_kernel(
 
 
 @triton.jit
-def _plain_scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
+def _plain_inv_scale(amax, TOP: tl.constexpr, MAX_INV_SCALE: tl.constexpr):
     top = tl.full((), TOP, tl.float32)
-    scale = tl.minimum(tl.div_rn(top, tl.where(amax > 0, amax, top)), MAX_SCALE)
-    return tl.where(amax > 0, scale, MAX_SCALE)
+    inv_scale = tl.minimum(tl.div_rn(top, tl.where(amax > 0, amax, top)), MAX_INV_SCALE)
+    return tl.where(amax > 0, inv_scale, MAX_INV_SCALE)
 
 
 @triton.jit
-def _gam_scale(
-    amax, group_amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr, LOW: tl.constexpr,
+def _gam_inv_scale(
+    amax, group_amax, TOP: tl.constexpr, MAX_INV_SCALE: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr,
 ):  # fmt: skip
-    """See `mor.scaling.amax_to_gam_scale`; all plain scales are normal numbers."""
-    group = _plain_scale(group_amax, TOP, MAX_SCALE).to(tl.int32, bitcast=True)
-    own = _plain_scale(amax, TOP, MAX_SCALE).to(tl.int32, bitcast=True)
+    """See `mor.scaling.amax_to_gam_inv_scale`; all plain ones are normal numbers."""
+    group = _plain_inv_scale(group_amax, TOP, MAX_INV_SCALE).to(tl.int32, bitcast=True)
+    own = _plain_inv_scale(amax, TOP, MAX_INV_SCALE).to(tl.int32, bitcast=True)
     mantissa = group & 0x7FFFFF
     exponent = (own >> 23) - 127 - (mantissa > (own & 0x7FFFFF)).to(tl.int32)
     exponent = tl.where(amax > 0, exponent, (group >> 23) - 127)
@@ -94,15 +94,16 @@ def _gam_scale(
 
 
 @triton.jit
-def _through(x, scale, codes_ptr):
-    return tl.div_rn((x * scale).to(codes_ptr.dtype.element_ty).to(tl.float32), scale + x * 0)
+def _through(x, inv_scale, codes_ptr):
+    codes = (x * inv_scale).to(codes_ptr.dtype.element_ty)
+    return tl.div_rn(codes.to(tl.float32), inv_scale + x * 0)
 
 
 @triton.jit
 def _block_kernel(
     x_ptr, amax_ptr, group_ptr, values_ptr, decision_ptr, sum_ptr, count_ptr, e4m3_ptr, e5m2_ptr,
     rows, columns, row_stride, column_stride, block_rows, block_columns, RANGE: tl.constexpr,
-    TOP4: tl.constexpr, TOP5: tl.constexpr, MAX_SCALE: tl.constexpr, LOW: tl.constexpr,
+    TOP4: tl.constexpr, TOP5: tl.constexpr, MAX_INV_SCALE: tl.constexpr, LOW: tl.constexpr,
     HIGH: tl.constexpr, THREE_WAY: tl.constexpr, FROZEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +114,8 @@ def _block_kernel(
     amax, group_amax = tl.load(amax_ptr + block), tl.load(group_ptr)
     is_finite = amax < float("inf")
     counted = tl.where(is_finite, amax, 0.0)
-    scale4 = _gam_scale(counted, group_amax, TOP4, MAX_SCALE, LOW, HIGH)
-    scale5 = _gam_scale(counted, group_amax, TOP5, MAX_SCALE, LOW, HIGH)
+    inv_scale4 = _gam_inv_scale(counted, group_amax, TOP4, MAX_INV_SCALE, LOW, HIGH)
+    inv_scale5 = _gam_inv_scale(counted, group_amax, TOP5, MAX_INV_SCALE, LOW, HIGH)
     error4 = tl.zeros((ROWS, COLUMNS), tl.float64)
     error5 = tl.zeros((ROWS, COLUMNS), tl.float64)
     count = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -126,8 +127,8 @@ def _block_kernel(
         x = raw.to(tl.float32)
         size, is_nonzero = tl.abs(x), x != 0
         safe = tl.where(is_nonzero, size, 1.0)
-        part4 = tl.div_rn(tl.abs(x - _through(x, scale4, e4m3_ptr)), safe)
-        part5 = tl.div_rn(tl.abs(x - _through(x, scale5, e5m2_ptr)), safe)
+        part4 = tl.div_rn(tl.abs(x - _through(x, inv_scale4, e4m3_ptr)), safe)
+        part5 = tl.div_rn(tl.abs(x - _through(x, inv_scale5, e5m2_ptr)), safe)
         error4 += tl.where(is_nonzero, part4, 0.0).to(tl.float64)
         error5 += tl.where(is_nonzero, part5, 0.0).to(tl.float64)
         count += is_nonzero.to(tl.float32)
@@ -155,9 +156,9 @@ def _block_kernel(
                           block_rows, first_column, block_columns)  # fmt: skip
         x = raw.to(tl.float32)
         if decision == E4M3:
-            y = _through(x, scale4, e4m3_ptr)
+            y = _through(x, inv_scale4, e4m3_ptr)
         elif decision == E5M2:
-            y = _through(x, scale5, e5m2_ptr)
+            y = _through(x, inv_scale5, e5m2_ptr)
         else:
             y = x.to(tl.bfloat16).to(tl.float32)
             if raw.dtype == tl.float16:
@@ -207,7 +208,7 @@ def quantize_blocks(
     kinds = (torch.empty(0, dtype=FLOAT8[name], device=device) for name in ("e4m3", "e5m2"))
     _block_kernel[grid](
         matrix, amax, group, values, decision, sums, counts, *kinds, *place, e5m2_range,
-        ELEMENTS["e4m3"].max_normal, ELEMENTS["e5m2"].max_normal, MAX_SCALE, MIN_EXPONENT,
+        ELEMENTS["e4m3"].max_normal, ELEMENTS["e5m2"].max_normal, MAX_INV_SCALE, MIN_EXPONENT,
         MAX_EXPONENT, three_way, frozen is not None, height, width, num_warps=8,
     )  # fmt: skip
     return Blocks(values, decision, sums, counts)

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mor.config import ELEMENTS, FLOAT8, partials
-from mor.scaling import MAX_SCALE
+from mor.scaling import MAX_INV_SCALE
 
 _AMAX_BLOCK = 8192
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
 _REDUCE_BLOCK = 1024
-_INVERSES = (4, 1)
-"""Strides of the inverse scales: the matrix product wants each at 16 bytes."""
+_SCALES = (4, 1)
+"""Strides of the scales: the matrix product wants each at 16 bytes."""
 SURELY_ZERO = tl.constexpr(2.0**-20)
 """Below half the smallest subnormal of E4M3 (2**-9) and E5M2 (2**-16)."""
 
@@ -83,34 +83,35 @@ def _amax_kernel(
 
 
 @triton.jit
-def _scale(amax, TOP: tl.constexpr, MAX_SCALE: tl.constexpr):
+def _inv_scale(amax, TOP: tl.constexpr, MAX_INV_SCALE: tl.constexpr):
     top = tl.full((), TOP, tl.float32)
-    scale = tl.minimum(tl.div_rn(top, tl.where(amax > 0, amax, top)), MAX_SCALE)
-    return tl.where(amax < float("inf"), scale, float("nan"))
+    inv_scale = tl.minimum(tl.div_rn(top, tl.where(amax > 0, amax, top)), MAX_INV_SCALE)
+    return tl.where(amax < float("inf"), inv_scale, float("nan"))
 
 
 @triton.jit
 def _cast_tile(
-    x_ptr, largest_ptr, codes_ptr, turned_ptr, inverse_ptr, sum_ptr, count_ptr, rows, columns,
-    row_stride, column_stride, tile, TOP: tl.constexpr, MAX_SCALE: tl.constexpr,
-    PARTIALS: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr, MEASURED: tl.constexpr,
+    x_ptr, largest_ptr, codes_ptr, transposed_ptr, scale_ptr, sum_ptr, count_ptr, rows, columns,
+    row_stride, column_stride, tile, TOP: tl.constexpr, MAX_INV_SCALE: tl.constexpr,
+    PARTIALS: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr, MEASURED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    scale = _scale(tl.max(tl.load(largest_ptr + tl.arange(0, PARTIALS)), 0), TOP, MAX_SCALE)
+    amax = tl.max(tl.load(largest_ptr + tl.arange(0, PARTIALS)), 0)
+    inv_scale = _inv_scale(amax, TOP, MAX_INV_SCALE)
     if tile == 0:
-        # In float64: the float32 division flushes an inverse below 2**-126 to zero.
-        inverse = tl.full((), 1.0, tl.float64) / scale.to(tl.float64)
-        tl.store(inverse_ptr, inverse.to(tl.float32))
+        # In float64: the float32 division flushes a scale below 2**-126 to zero.
+        scale = tl.full((), 1.0, tl.float64) / inv_scale.to(tl.float64)
+        tl.store(scale_ptr, scale.to(tl.float32))
     across = tl.cdiv(columns, COLUMNS)
     row = ((tile // across) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = ((tile % across) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     source = x_ptr + row[:, None] * row_stride + column[None, :] * column_stride
     x = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    scaled = x * scale
+    scaled = x * inv_scale
     codes = scaled.to(codes_ptr.dtype.element_ty)
-    if TURNED:
-        target = turned_ptr + column[:, None] * rows + row[None, :]
+    if TRANSPOSED:
+        target = transposed_ptr + column[:, None] * rows + row[None, :]
         tl.store(target, tl.trans(codes), mask=(column < columns)[:, None] & (row < rows)[None, :])
     if PLAIN:
         tl.store(codes_ptr + row[:, None] * columns + column[None, :], codes, mask=mask)
@@ -130,25 +131,25 @@ def _cast_tile(
 @_Kernel
 @triton.jit
 def _cast_kernel(
-    a_ptr, b_ptr, largest_ptr, a_codes_ptr, b_codes_ptr, a_turned_ptr, b_turned_ptr, inverse_ptr,
+    a_ptr, b_ptr, largest_ptr, a_codes_ptr, b_codes_ptr, a_transposed_ptr, b_transposed_ptr, scale_ptr,
     sum_ptr, a_rows, a_columns, a_row_stride, a_column_stride, a_tiles, b_rows, b_columns,
-    b_row_stride, b_column_stride, b_tiles, TOP: tl.constexpr, MAX_SCALE: tl.constexpr,
-    PARTIALS: tl.constexpr, INVERSES: tl.constexpr, PLAIN: tl.constexpr, TURNED: tl.constexpr,
+    b_row_stride, b_column_stride, b_tiles, TOP: tl.constexpr, MAX_INV_SCALE: tl.constexpr,
+    PARTIALS: tl.constexpr, SCALES: tl.constexpr, PLAIN: tl.constexpr, TRANSPOSED: tl.constexpr,
     MEASURED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     count_ptr = sum_ptr + a_tiles + b_tiles
     if tile < a_tiles:
         _cast_tile(
-            a_ptr, largest_ptr, a_codes_ptr, a_turned_ptr, inverse_ptr, sum_ptr, count_ptr, a_rows,
-            a_columns, a_row_stride, a_column_stride, tile, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED,
+            a_ptr, largest_ptr, a_codes_ptr, a_transposed_ptr, scale_ptr, sum_ptr, count_ptr, a_rows,
+            a_columns, a_row_stride, a_column_stride, tile, TOP, MAX_INV_SCALE, PARTIALS, PLAIN, TRANSPOSED,
             MEASURED, ROWS, COLUMNS,
         )  # fmt: skip
     else:
         _cast_tile(
-            b_ptr, largest_ptr + PARTIALS, b_codes_ptr, b_turned_ptr, inverse_ptr + INVERSES,
+            b_ptr, largest_ptr + PARTIALS, b_codes_ptr, b_transposed_ptr, scale_ptr + SCALES,
             sum_ptr + a_tiles, count_ptr + a_tiles, b_rows, b_columns, b_row_stride,
-            b_column_stride, tile - a_tiles, TOP, MAX_SCALE, PARTIALS, PLAIN, TURNED, MEASURED,
+            b_column_stride, tile - a_tiles, TOP, MAX_INV_SCALE, PARTIALS, PLAIN, TRANSPOSED, MEASURED,
             ROWS, COLUMNS,
         )  # fmt: skip
 
@@ -185,39 +186,45 @@ def amax(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def cast(
-    tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool, turned: bool,
+    tensors: Sequence[Tensor], largest: Tensor, format: str, *, plain: bool, transposed: bool,
     measured: bool, landing: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor], Tensor | None]:  # fmt: skip
-    """Codes of the matrices, codes of their transposes (empty lists where not asked for), inverse
+    """Codes of the matrices, codes of their transposes (empty lists where not asked for),
     scales, and the errors ((n,) float64); see `mor.fp8.cast`."""
     a, b = tensors[0], tensors[-1]
-    if plain and turned and a.element_size() == 4:
+    if plain and transposed and a.element_size() == 4:
         # Of float32 the transpose is cast apart: there the one-read form failed the bit-for-bit
         # test on a GPU (Triton 3.6), which 16-bit inputs pass.
-        codes, _, inverses, errors = cast(
-            tensors, largest, format, plain=True, turned=False, measured=measured, landing=landing
+        codes, _, scales_of_codes, errors = cast(
+            tensors,
+            largest,
+            format,
+            plain=True,
+            transposed=False,
+            measured=measured,
+            landing=landing,
         )
         other = cast(
-            tensors, largest, format, plain=False, turned=True, measured=False, landing=None
+            tensors, largest, format, plain=False, transposed=True, measured=False, landing=None
         )[1]
-        return codes, other, inverses, errors
+        return codes, other, scales_of_codes, errors
     n, device, dtype = len(tensors), a.device, FLOAT8[format]
     codes = [torch.empty(x.shape, dtype=dtype, device=device) for x in tensors if plain]
-    other = [torch.empty(x.shape[::-1], dtype=dtype, device=device) for x in tensors if turned]
-    inverse = torch.empty_strided((n, 1), _INVERSES, dtype=torch.float32, device=device)
+    other = [torch.empty(x.shape[::-1], dtype=dtype, device=device) for x in tensors if transposed]
+    scales = torch.empty_strided((n, 1), _SCALES, dtype=torch.float32, device=device)
     a_tiles, b_tiles = _tiles(a), _tiles(b) if n > 1 else 0
-    sums = inverse
+    sums = scales
     if measured:
         sums = torch.empty(2 * (a_tiles + b_tiles), dtype=torch.float32, device=device)
     if not a_tiles or (n > 1 and not b_tiles):
-        inverse.fill_(1.0)  # an empty matrix has no tile that writes its scale
+        scales.fill_(1.0)  # an empty matrix has no tile that writes its scale
     if a_tiles + b_tiles:
-        to, to_turned = codes or other, other or codes
+        to, to_transposed = codes or other, other or codes
         _cast_kernel.launch(
             a_tiles + b_tiles, a, b,
-            (largest, to[0], to[-1], to_turned[0], to_turned[-1], inverse, sums),
+            (largest, to[0], to[-1], to_transposed[0], to_transposed[-1], scales, sums),
             (*a.shape, *a.stride(), a_tiles, *b.shape, *b.stride(), b_tiles),
-            (ELEMENTS[format].max_normal, MAX_SCALE, largest.shape[1], _INVERSES[0], plain, turned,
+            (ELEMENTS[format].max_normal, MAX_INV_SCALE, largest.shape[1], _SCALES[0], plain, transposed,
              measured, _TILE_ROWS, _TILE_COLUMNS),
         )  # fmt: skip
     errors = None
@@ -228,7 +235,7 @@ def cast(
         _mean_kernel.launch(
             n, largest, sums, (errors,), (a_tiles, b_tiles), (largest.shape[1], _REDUCE_BLOCK)
         )
-    return codes, other, inverse.unbind(0), errors
+    return codes, other, scales.unbind(0), errors
 
 
 def _tiles(x: Tensor) -> int:

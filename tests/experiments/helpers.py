@@ -17,7 +17,7 @@ from experiments.reporting.record import (
     TextFacts,
     TrainingRow,
 )
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 BITS = "element_bits"
 FULL = Method()

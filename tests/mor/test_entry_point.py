@@ -20,7 +20,7 @@ from experiments.reporting.record import Record, TrainingRow
 from experiments.running.composing import build_root
 from experiments.running.training import save_model
 from experiments.train_mor import TrainMorRun
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (

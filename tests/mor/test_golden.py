@@ -17,7 +17,7 @@ import mor
 from mor.config import ELEMENTS
 from mor.partition import from_blocks, parse_partition, to_blocks
 from mor.policy import mean_relative_error, relative_error_sums
-from mor.scaling import amax_to_gam_scale, block_amax, gam_fake_quant
+from mor.scaling import amax_to_gam_inv_scale, block_amax, gam_fake_quant
 from tests.golden import DTYPES, array, assert_same_bits, cases, floats, sha256_of_bits
 
 FULL = Path(os.environ.get("DMX_DATA", "/nonexistent")) / "../golden/mx_golden.npz"
@@ -33,7 +33,7 @@ def golden_input(case: dict) -> Tensor:
 def check_gam(x: Tensor, case: dict, mantissa: Tensor, exponent: np.ndarray) -> Tensor:
     shape = parse_partition(PARTITIONS.get(case["part"], case["part"].removeprefix("b")))
     blocks, element = to_blocks(x.float(), shape), ELEMENTS[case["fmt"]]
-    scale = amax_to_gam_scale(block_amax(blocks), element)
+    scale = amax_to_gam_inv_scale(block_amax(blocks), element)
     assert_same_bits(scale.mantissa.reshape(1), mantissa)
     np.testing.assert_array_equal(scale.exponent.reshape(-1).numpy(), exponent)
     y = gam_fake_quant(blocks, scale, element)

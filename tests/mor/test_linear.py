@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mor
-from mor import MorConfig, MorError, MorLinear, fp8, products
+from mor import MorConfig, MorError, MorLinear, fp8, log, products
 from mor.policy import round_to_bf16
-from mor.statistics import EXECUTIONS, OPERANDS
+from mor.state import EXECUTIONS, OPERANDS
 from tests.golden import assert_same_bits
 from tests.mor.conftest import normal
 
@@ -360,13 +360,13 @@ def test_fast_path_codes_equal_the_reference():
             x = (normal(64, 48) * 100).to(dtype)
             tensors = [x, -3 * x[:5]]
             casts, errors = fp8.cast(
-                tensors, fp8.amax(*tensors), name, turned=True, metric="relative_error"
+                tensors, fp8.amax(*tensors), name, transposed=True, measured=True
             )
             for y, cast, error in zip(tensors, casts, errors, strict=True):
                 expected = mor.quantize(y, MorConfig(formats=(name, "bf16"), threshold=1.0))
                 assert_same_bits(cast.plain.dequantize(dtype), expected.values)
                 assert torch.equal(error.reshape(1), expected.errors)
-                assert_same_bits(cast.turned.codes.float(), cast.plain.codes.t().float())
+                assert_same_bits(cast.transposed.codes.float(), cast.plain.codes.t().float())
 
 
 def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, monkeypatch):
@@ -374,8 +374,8 @@ def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, m
     path = tmp_path / "mor.jsonl"
     logger = mor.MorLogger(model, path, flush_every=3)
     reads = []
-    collect = mor.statistics.collect
-    monkeypatch.setattr(mor.statistics, "collect", lambda s: reads.append(len(s)) or collect(s))
+    collect = log.collect
+    monkeypatch.setattr(log, "collect", lambda s: reads.append(len(s)) or collect(s))
     for step in range(7):
         x = normal(16, 32, seed=step)
         if step == 4:
@@ -384,7 +384,7 @@ def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, m
         logger.step(step)
     assert reads == [3, 3]
     logger.flush()
-    header, rows = mor.statistics.read_log(path)
+    header, rows = log.read_log(path)
     assert header["layers"] == ["up", "down"] and tuple(header["operands"]) == OPERANDS
     assert [row["step"] for row in rows] == list(range(7))
     assert [row["nonfinite"] > 0 for row in rows] == [step == 4 for step in range(7)]

@@ -22,8 +22,6 @@ POLICIES = {
     "tensor_rows": MorConfig(partition="row"),
     "tensor_columns": MorConfig(partition="column"),
     "tensor_blocks": MorConfig(partition="32x32"),
-    "sqnr": MorConfig(metric="sqnr", threshold=25.5),
-    "underflow": MorConfig(metric="underflow", threshold=0.01),
     "two_way": MorConfig("block_two_way", "16x16"),
     "two_way_1x128": MorConfig("block_two_way", "1x128"),
     "two_way_rows": MorConfig("block_two_way", "row"),
@@ -78,19 +76,14 @@ class TestHardInputs:
         result = mor.quantize(x, config)
         check_form(x, config, result)
         if config.policy == "tensor":
-            if (
-                config.partition == "tensor"
-                and config.metric != "sqnr"
-                and "e4m3" in config.formats
-            ):
+            if config.partition == "tensor" and "e4m3" in config.formats:
                 # E5M2 has the range for 10**6; E4M3 has not.
                 assert names(result) == {"e5m2" if "e5m2" in config.formats else "bf16"}
         else:
             rows, columns = result.decision.shape
             at = 3 * rows // 64, 5 * columns // 128
             hit = mor.FORMATS[int(result.decision[at])]
-            assert hit == ("bf16" if config.policy == "block_two_way" else hit)
-            assert hit != "e4m3"
+            assert hit in (("bf16",) if config.policy == "block_two_way" else ("e5m2", "bf16"))
             others = result.decision.clone()
             others[at] = 0
             assert not others.any()
@@ -199,18 +192,6 @@ def test_threshold_is_strict():
     assert names(mor.quantize(x, MorConfig(threshold=above))) == {"e4m3"}
 
 
-def test_metrics_measure_what_they_say():
-    x = normal(64, 128)
-    y = mor.quantize(x, MorConfig()).values.double()
-    sqnr = float(mor.quantize(x, MorConfig(metric="sqnr", threshold=20.0)).errors[0])
-    expected = 20 * math.log10(float(x.double().norm() / (x.double() - y).norm()))
-    assert -sqnr == pytest.approx(expected, rel=1e-6)
-    x[0, 0] = 1e6
-    share = float(mor.quantize(x, MorConfig(metric="underflow")).errors[0])
-    scaled = x.double().abs() * 448 / 1e6
-    assert share == float((scaled <= 2.0**-10).sum()) / x.numel()
-
-
 def test_frozen_decision_is_applied_but_never_to_what_is_not_finite():
     x = normal(32, 32)
     config = MorConfig("block_two_way", "16x16")
@@ -238,7 +219,7 @@ def test_frozen_decision_is_applied_but_never_to_what_is_not_finite():
         ({"threshold": 0}, "a number > 0"),
         ({"threshold": "big"}, "a number > 0"),
         ({"threshold": {"e5m2": 0.1}}, "mor.threshold='e5m2' is not allowed"),
-        ({"metric": "sqnr"}, "in dB for every format"),
+        ({"metric": "sqnr"}, "mor.metric='sqnr' is not allowed"),
         ({"refresh_every": 0}, "at least 1"),
         ({"products": "fast"}, "mor.products='fast'"),
         ({"policy": "block_two_way", "partition": "row", "threshold": 0.1}, "would be ignored"),

@@ -11,7 +11,7 @@ from torch import Tensor
 import mor
 from dmx.data import DataConfig, encode, load_text
 from mor import MorConfig, MorError
-from mor.statistics import read_log
+from mor.log import read_log
 from mor.training import (
     CHECKPOINT,
     OutlierConfig,

@@ -24,7 +24,7 @@ from experiments.reporting.record import Limit, Method, Record, Row, dimension
 from experiments.reporting.tables import results_table
 from experiments.reporting.training_logs import digits_log, fallback_digits, loss_curve
 from experiments.reporting.verdicts import verdicts
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 from ..experiments.helpers import (
     DMX,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 from ..groups import RecipeGroup, group_recipes
 from ..markdown import markdown, met

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mor.statistics import OPERANDS
+from mor.state import OPERANDS
 
 from ..colours import QUIET, SERIES
 from ..groups import RecipeGroup
