@@ -141,7 +141,7 @@ def tasks_page(record: dict[str, Any]) -> str:
 
 
 def linear_page(record: dict[str, Any]) -> str:
-    """Times of scripts/bench_mor.py: one linear layer, forward and backward."""
+    """Times of scripts/benchmarks/mor.py: one linear layer, forward and backward."""
     head = ("in = out", "recipe", "ms", "low, high", "times bf16's speed", "target")
     body = []
     for row in record["rows"]:
