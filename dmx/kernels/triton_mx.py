@@ -19,7 +19,7 @@ from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import pack_codes
 
 # By bytes of an input element: blocks a program takes and warps it has. Best of those that
-# `scripts/bench_kernels.py --tune` tries on an H100.
+# `python -m scripts.benchmarks.kernels --tune` tries on an H100.
 FAKE_QUANT_TILE = {4: (64, 4), 2: (64, 4)}
 QUANTIZE_TILE = {4: (32, 1), 2: (32, 1)}
 

@@ -36,9 +36,10 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 def is_purely_causal(model: nn.Module, length: int) -> bool:
-    """Whether attention is sdpa, causal, and no sliding window is shorter than `length`."""
+    """Whether attention is sdpa, also inside `maskless_attention`, causal, and no sliding window is
+    shorter than `length`."""
     config: Any = getattr(model, "config", None)
-    if config is None or getattr(config, "_attn_implementation", None) != "sdpa":
+    if getattr(config, "_attn_implementation", None) not in ("sdpa", ATTENTION_NAME):
         return False
     window = getattr(config, "sliding_window", None)
     # Configs without layer_types, such as Mistral's, use the window that they state in every layer.

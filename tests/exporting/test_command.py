@@ -69,7 +69,7 @@ def test_an_export_leaves_its_files_and_a_record(run, make_tiny, tmp_path, loade
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     (folder / "record.json").unlink()  # died before its record: the files are made anew
     assert run(export, *settings)[0] == 0
-    assert record(folder)["results"][1]["perplexity"] == files["perplexity"]
+    assert Record.load(folder / "record.json").rows[1].perplexity == files.perplexity
 
 
 def test_a_uniform_format_by_name_into_a_folder(run, tmp_path):

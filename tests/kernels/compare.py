@@ -1,4 +1,4 @@
-"""A backend against the reference on one input; for the tests and `bench_kernels.py --check`."""
+"""A backend against the reference on one input; for the tests and `scripts.benchmarks.kernels --check`."""
 
 from typing import Any
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dmx.models.running import evaluating
+from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 
 
 def test_evaluating_restores_every_module_and_not_only_the_root(make_tiny):
@@ -14,3 +14,10 @@ def test_evaluating_restores_every_module_and_not_only_the_root(make_tiny):
         assert not any(m.training for m in (*model.modules(), *other.modules()))
         raise KeyError
     assert [m.training for m in (*model.modules(), *other.modules())] == before
+
+
+def test_a_model_without_masks_is_still_purely_causal(make_tiny):
+    model = make_tiny("llama").model
+    with maskless_attention(model):
+        assert is_purely_causal(model, 64)
+    assert is_purely_causal(model, 64)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 _BY_HAND = {
     "bench.md": (
-        "Speed of the arithmetic, of its kernels and of searches, beside peers: made by `python scripts/bench.py`."
+        "Speed of the arithmetic, of its kernels and of searches, beside peers: made by `python -m scripts.benchmarks`."
     ),
 }
 """Pages that other scripts write."""

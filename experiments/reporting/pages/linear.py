@@ -1,4 +1,4 @@
-"""The page of a record of scripts/bench_mor.py: one linear layer, forward and backward."""
+"""The page of a record of scripts/benchmarks/mor.py: one linear layer, forward and backward."""
 
 from __future__ import annotations
 

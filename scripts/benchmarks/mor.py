@@ -1,6 +1,6 @@
 """Forward and backward of one linear layer: MoR with real FP8 products against bf16 nn.Linear.
 
-    python scripts/bench_mor.py --tokens 8192 --sizes 2048 4096 8192 --json mor_linear.json
+    python -m scripts.benchmarks.mor --tokens 8192 --sizes 2048 4096 8192 --json mor_linear.json
 
 Times are medians over steps of (forward, backward to input and weight), CUDA events around each
 step, the step's host waits inside. The recipes take turns within one process, so clocks and heat
@@ -188,8 +188,11 @@ def main() -> None:
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, {arguments.tokens} tokens, bf16")
     everything: dict[str, object] = {
-        "schema": "mor.linear_bench/1", "device": name, "torch": torch.__version__, "engine_thread": arguments.engine_thread,
-    }  # fmt: skip
+        "schema": "mor.linear_bench/1",
+        "device": name,
+        "torch": torch.__version__,
+        "engine_thread": arguments.engine_thread,
+    }
     rows = []
     for size in arguments.sizes:
         for row in bench(size, arguments.tokens, arguments.rounds, arguments.compiled):

@@ -1,15 +1,14 @@
 """Time of every kernel against a copy of the same tensor, on CPU and GPU, in one table.
 
-    python scripts/bench_kernels.py            # what this machine has
-    python scripts/bench_kernels.py --check    # first: equal to the reference on the hard inputs?
-    python scripts/bench_kernels.py --tune     # GPU: other tile sizes
+    python -m scripts.benchmarks.kernels            # what this machine has
+    python -m scripts.benchmarks.kernels --check    # first: equal to the reference on the hard inputs?
+    python -m scripts.benchmarks.kernels --tune     # GPU: other tile sizes
 
 `of limit` is the time that a copy's bandwidth needs for the bytes the kernel must move (each input
 read once, each output written once) over the measured time; `x copy` is the measured time over
 that of a copy. GPU times come from CUDA graphs whose launches walk over enough buffers that the L2
 cache cannot serve; CPU times are calls with buffers in use again, except that `backward` and
-`quantize` make their results anew (page faults included). Other libraries are timed eagerly, where
-they are installed. All are medians of one process.
+`quantize` make their results anew (page faults included). All are medians of one process.
 """
 
 import argparse
@@ -19,14 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dmx import numerics
 from dmx.formats import FAMILIES, MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES
@@ -86,75 +81,6 @@ def cases(x: Tensor) -> list[Case]:
         Case("backward", backward, 1.5),
         Case("backward, offset only", partial(backward, needs_grad_x=False), 1.0),
     ]
-
-
-def torchao_cases(x: Tensor) -> list[Case]:
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-
-    def call(x: Tensor, _: Tensor, out: Tensor, kind: torch.dtype) -> Tensor:
-        return MXTensor.to_mx(x, kind, 32).dequantize(x.dtype)
-
-    kinds = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp8_e4m3": torch.float8_e4m3fn}
-    return [Case(f, partial(call, kind=kind), 1.0) for f, kind in kinds.items()]
-
-
-def compressed_tensors_cases(x: Tensor) -> list[Case]:
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-    from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-    from compressed_tensors.quantization.utils import calculate_qparams
-
-    def call(x: Tensor, _: Tensor, out: Tensor, settings: Any) -> Tensor:
-        blocks = x.unflatten(-1, (-1, 32))
-        scale, zero = calculate_qparams(blocks.amin(-1), blocks.amax(-1), settings)
-        return fake_quantize(x, scale, zero, settings)
-
-    schemes = {"mxfp4": "MXFP4", "mxfp8_e4m3": "MXFP8"}
-    return [
-        Case(f, partial(call, settings=PRESET_SCHEMES[scheme]["weights"]), 1.0)
-        for f, scheme in schemes.items()
-    ]
-
-
-def brevitas_cases(x: Tensor) -> list[Case]:
-    from brevitas.nn import QuantIdentity
-    from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act
-
-    class MXFloat4e2m1Act(MXFloat8e4m3Act):  # type: ignore[misc]
-        bit_width, exponent_bit_width, mantissa_bit_width = 4, 2, 1
-
-    def case(name: str, kind: Any) -> Case:
-        act = QuantIdentity(kind, group_dim=-1, return_quant_tensor=False)
-        act = act.eval().to(x.device, x.dtype)
-        return Case(name, lambda x, _, out: act(x), 1.0)
-
-    return [case("mxfp4", MXFloat4e2m1Act), case("mxfp8_e4m3", MXFloat8e4m3Act)]
-
-
-PEERS = {
-    "torchao": torchao_cases,
-    "compressed-tensors": compressed_tensors_cases,
-    "brevitas": brevitas_cases,
-}
-"""Fake quantization as other libraries do it, eagerly; a case is named by its format."""
-
-
-def peers(x: Tensor) -> Iterator[tuple[str, list[Case] | str]]:
-    """Each library with its version and its cases, or with the reason why it has none here."""
-    for package, make in PEERS.items():
-        try:
-            installed = version(package)
-        except PackageNotFoundError:
-            yield package, "not installed"
-            continue
-        try:
-            yield f"{package} {installed}", make(x)
-        except Exception as error:  # whatever another library raises where it does not fit
-            yield f"{package} {installed}", why(error)
-
-
-def why(error: Exception) -> str:
-    """One line on an error of another library."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @torch.no_grad()
@@ -243,42 +169,7 @@ def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[t
             )
 
 
-def peer_rows(
-    device: str, sizes: list[int], dtypes: list[torch.dtype]
-) -> Iterator[dict[str, str | float | None]]:
-    """Fake quantization by other libraries, beside a copy and our own in the same process."""
-    measure, measure_peer = timers(device)
-    formats = ("mxfp4", "mxfp8_e4m3")
-    for size, dtype in itertools.product(sizes, dtypes):
-        x = make_input(size, dtype, device)
-        known = {c.name: c for c in cases(x)}
-        copy = measure(known["copy"], x)
-        ours = {f: measure(known[f"fake_quant {f}"], x) for f in formats}
-        head = {"size": str(size), "dtype": str(dtype).removeprefix("torch.")}
-        for library, found in peers(x):
-            named = {} if isinstance(found, str) else {c.name: c for c in found}
-            for f in formats:
-                seconds, reason = None, found if isinstance(found, str) else None
-                if f in named:
-                    try:
-                        seconds = measure_peer(named[f], x)
-                    except Exception as error:  # another library's
-                        reason = why(error)
-                yield {
-                    **head, "library": library, "format": f, "reason": reason,
-                    "ms": seconds and seconds * 1e3, "x_copy": seconds and seconds / copy,
-                    "x_ours": seconds and seconds / ours[f],
-                }  # fmt: skip
-
-
 HEADER = ("device", "size", "dtype", "kernel", "ms", "x copy", "of limit", "GB/s")
-
-
-PEER_HEADER = ("size", "dtype", "library", "format", "ms", "x_copy", "x_ours", "reason")
-
-
-def shown(value: str | float | None) -> str:
-    return "-" if value is None else value if isinstance(value, str) else f"{value:.2f}"
 
 
 def print_table(header: tuple[str, ...], body: Iterator[tuple[str, ...]]) -> None:
@@ -370,9 +261,6 @@ def main() -> None:
     for device in devices:
         sizes = arguments.sizes or ([4096, 8192] if device == "cuda" else [4096])
         print_table(HEADER, rows(device, sizes, timed))
-        print()
-        body = ([shown(r[k]) for k in PEER_HEADER] for r in peer_rows(device, sizes, timed))
-        print_table(PEER_HEADER, (tuple(row) for row in body))
 
 
 if __name__ == "__main__":

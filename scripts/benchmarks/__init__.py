@@ -1,0 +1,1 @@
+"""Speed and memory: kernels, other libraries, search steps, and the layers of mor."""

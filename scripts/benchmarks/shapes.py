@@ -1,0 +1,49 @@
+"""Models with the shapes of their names and random weights, made on the device; their tokens."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Dimensions of a Llama."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    tied: bool
+
+
+SMOLLM2 = Shape("SmolLM2-135M", 576, 1536, 30, 9, 3, 49152, True)
+LLAMA_1B = Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, True)
+LLAMA_8B = Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, False)
+TINY = Shape("tiny", 64, 128, 2, 4, 2, 288, True)
+GROWTH = Shape("growth", 1024, 2816, 8, 16, 4, 8192, True)
+
+
+def make_model(shape: Shape, device: str) -> nn.Module:
+    """bf16, random weights, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, max_position_embeddings=8192,
+        tie_word_embeddings=shape.tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def make_tokens(shape: Shape, rows: int, length: int, seed: int = 0) -> Tensor:
+    """(rows, length) int64 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shape.vocab, (rows, length), generator=generator)
