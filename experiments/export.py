@@ -14,10 +14,9 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 from torch import Tensor
 
-import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.data import DataPair, encode, load_text
-from dmx.exporting import EXPORT_TARGETS, PROFILES, check_export, check_new, check_target
+from dmx.exporting import EXPORT_TARGETS, PROFILES, check_model, check_new, make_plan, write_plan
 from dmx.formats import BF16, check_choice
 from dmx.models import ModelConfig, load_model, meta_model
 from experiments.running.config import ConfigError, RunConfig, _defaults, build_root
@@ -89,10 +88,10 @@ def main(cfg: DictConfig) -> None:
     target = {name: getattr(config, name) for name in ("target", "profile", "inputs", "verify")}
     if config.folder and not Path(config.run.folder, "record.json").exists():
         check_new(Path(config.folder))
-    if isinstance(source.given, Assignment):
-        check_target(source.given, **target)
+    plan = make_plan(source.given, **target) if isinstance(source.given, Assignment) else None
     meta = meta_model(config.model)
-    check_export(meta, source.on(meta), Path(config.folder or config.run.folder), **target)
+    plan = plan or make_plan(source.on(meta), **target)
+    check_model(plan, meta, Path(config.folder or config.run.folder))
     text = load_text(config.data.evaluation) if config.windows else None
     with Run(cfg, config.run, "export") as run:
         if run.show_if_finished():
@@ -102,11 +101,11 @@ def main(cfg: DictConfig) -> None:
             shutil.rmtree(folder, ignore_errors=True)  # of a start that died before its record
         loaded = load_model(config.model, run.device)
         tokens = None if text is None else _windows(config, encode(loaded.tokenizer, text))
-        assignment = source.on(loaded.model)
-        done = dmx.export(
-            loaded.model, assignment, folder, tokenizer=loaded.tokenizer, tokens=tokens,
-            max_shard_bytes=int(config.max_shard_gigabytes * 1e9), **target,
+        shard = int(config.max_shard_gigabytes * 1e9)
+        done = write_plan(
+            plan, loaded.model, folder, tokenizer=loaded.tokenizer, tokens=tokens, max_shard_bytes=shard,
         )  # fmt: skip
+        assignment = plan.assignment
         # After the export, so that one that fails leaves a folder which a corrected command may use.
         assignment.save(run.path("assignment.json"))
         run.facts = {

@@ -12,6 +12,7 @@ from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.exporting import _fresh_load, verify
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
+from dmx.exporting.layouts import MODULES
 from dmx.exporting.quark import DTYPES
 from dmx.formats import MX_FORMATS, MXFP4, MXFP8_E4M3
 
@@ -35,7 +36,7 @@ def unequal(model, formats=VLLM):
 
 
 def needs(package):
-    module = verify.MODULES[package]
+    module = MODULES[package]
     return pytest.mark.skipif(
         importlib.util.find_spec(module) is None,
         reason=f"needs {package}: pip install -e '.[export]'",

@@ -12,9 +12,10 @@ from dmx.applying.layers import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS
-from dmx.exporting import exporter
+from dmx.exporting import make_plan
 from dmx.exporting._fresh_load import rows_of
-from dmx.exporting.layouts import layer_bytes, quantized
+from dmx.exporting.layouts import layers_of
+from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
@@ -162,7 +163,9 @@ def test_configs_of_torchao_are_those_it_writes(make_tiny):
     assert torchao
     model = make_tiny("llama").model
     assignment = mixed(model, HELD["torchao"])
-    ours = exporter.LAYOUTS["torchao"].config(assignment, True)["quant_type"]["default"]
+    ours = LAYOUTS["torchao"].config(layers_of(assignment, inputs=True), [])["quant_type"][
+        "default"
+    ]
     elements = {
         "mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
         "mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
@@ -245,7 +248,7 @@ def test_torchao_says_that_it_stores_six_bits_in_bytes(make_tiny, tmp_path):
 def test_one_layer_is_quantized_at_a_time(make_tiny, tmp_path, monkeypatch):
     model = make_tiny("llama").model
     assignment = mixed(model, VLLM)
-    layout = exporter.LAYOUTS["quark"]
+    layout = LAYOUTS["quark"]
     alive = []
     import weakref
 
@@ -257,7 +260,7 @@ def test_one_layer_is_quantized_at_a_time(make_tiny, tmp_path, monkeypatch):
 
     import dataclasses
 
-    monkeypatch.setitem(exporter.LAYOUTS, "quark", dataclasses.replace(layout, encode=encode))
+    monkeypatch.setitem(LAYOUTS, "quark", dataclasses.replace(layout, encode=encode))
     export(model, assignment, tmp_path / "out", "quark", verify=False)
     assert len(alive) == 2 * len(assignment.formats)
 
@@ -301,8 +304,8 @@ def test_bf16_layers_of_an_assignment_stay_in_bf16(make_tiny, tmp_path):
     done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
     assert read_headers(done.folder)[f"{layer}.weight"].dtype == torch.bfloat16
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
-    assert layer in config["ignore"] and layer not in quantized(assignment)
-    stated = sum(layer_bytes(f, assignment.shapes[n]) for n, f in quantized(assignment).items())
+    assert layer in config["ignore"] and layer not in assignment.quantized
+    stated = sum(layer.bytes for layer in layers_of(assignment).values())
     assert done.bytes["quantized_bytes"] == stated
     dmx.load_exported(done.folder)
 
@@ -312,9 +315,9 @@ def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_apart):
     model = make_tiny("llama", dtype="bfloat16").model
     assignment = mixed(model, VLLM)
     done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
-    layout = exporter.LAYOUTS["compressed_tensors"]
+    plan = make_plan(assignment, target="compressed_tensors")
     tokens = torch.randint(288, (5, 16), generator=torch.Generator().manual_seed(1))
-    found = check_loading(done.folder, layout, model, assignment, inputs=False, tokens=tokens)
+    found = check_loading(done.folder, plan, model, tokens=tokens)
     assert found.equal and found.tokens == 80 and found.loss == found.reference_loss
 
 

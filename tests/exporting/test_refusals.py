@@ -18,7 +18,9 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import project
 from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
-from dmx.exporting import exporter, writing
+from dmx.exporting import make_plan, writing
+from dmx.exporting.plan import check_holds, target_key
+from dmx.exporting.tensors import plan_tensors
 from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
@@ -153,7 +155,7 @@ def test_a_model_with_an_assignment_applied(case):
 
 
 def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("dmx.exporting.verify.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("dmx.exporting.layouts.importlib.util.find_spec", lambda _: None)
     with pytest.raises(RunError, match=r"pip install amd-quark .*verify=false"):
         case[1](verify=True)
     assert not list(tmp_path.iterdir())
@@ -230,13 +232,14 @@ def test_what_a_search_target_yields_its_export_takes(
     assignment = make_assignment(space, choice, META[tied])
     layout, profile = EXPORTS[target]
     inputs = operands == "separate"
-    exporter.check_holds(assignment, layout, profile, inputs=inputs)
+    check_holds(assignment, layout, profile, inputs=inputs)
     try:
-        exporter.LAYOUTS[layout].check(assignment, inputs)
+        make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)
     except FormatError as error:  # a joint choice has this, too
         assert fixed and "does not quantize inputs to mxfp6" in str(error)
-    exporter._parts(META[tied], assignment, exporter.LAYOUTS[layout])
-    holds = TARGETS[exporter.target_key(layout, profile)]
+    plan = make_plan(assignment, target=layout, profile=profile, verify=False)
+    plan_tensors(META[tied], plan)
+    holds = TARGETS[target_key(layout, profile)]
     loader, rest = SEARCH_TARGETS[target], assignment.unquantized
     assert not obstacles(assignment.formats, holds, loader, rest, assignment.input_formats)
 
