@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_leaves_nothing(case, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporter, "write_tensors", full)
+    monkeypatch.setattr("dmx.exporting.exporter.write_tensors", full)
     with pytest.raises(RunError, match="No space left on device"):
         export()
     assert not list(tmp_path.iterdir())
