@@ -9,11 +9,11 @@ import dataclasses
 from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
-from dmx.formats import MX_FORMATS
 from dmx.models import meta_model
 from dmx.searching import search_space
-from experiments.reporting.results import HEURISTICS, verdicts
+from experiments.reporting.results import verdicts
 from experiments.running.config import SearchRun, build_root
+from experiments.running.pace import Pace
 from experiments.running.rows import Bench, check_windows
 from experiments.running.run import Run, entry_point
 
@@ -32,6 +32,7 @@ def main(cfg: DictConfig) -> float | None:
             run, config.model, config.data, config.evaluation, calibration=config.calibration,
             roundings=list(dict.fromkeys(("nearest", config.rounding))), gptq=config.gptq,
         )  # fmt: skip
+        pace = Pace(bench, config) if config.pace else None
         if "bf16" in config.baselines:
             bench.unquantized()
         search = config.search
@@ -41,18 +42,18 @@ def main(cfg: DictConfig) -> float | None:
             search = dataclasses.replace(
                 search, transform_file=str(run.path("transform.safetensors"))
             )
-        if "uniform" in config.baselines:
-            for block_format in MX_FORMATS:
-                bench.uniform(block_format, search)
-        for name in HEURISTICS:
-            if name in config.baselines and config.search.name != name:
-                opponent = dataclasses.replace(search, name=name, polish_rounds=0)
-                bench.searched(opponent, config.budget, name=name)
+        for block_format in config.uniform:
+            bench.uniform(block_format, search)
+        for name in config.opponents:
+            opponent = dataclasses.replace(search, name=name, polish_rounds=0)
+            bench.searched(opponent, config.budget, name=name)
         if not config.search.learns_rotation:
             bench.searched(config.search, config.budget, name="assignment")
         if config.search.name == "differentiable":
             found = Assignment.load(run.path("assignment.json")).search
             run.actual["search"] = {"steps": found.steps, "cuda_graph": found.cuda_graph}
+        if pace is not None:
+            run.facts["pace"] = pace.ended()
         claims = verdicts(run.rows)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

@@ -20,7 +20,7 @@ from dmx.assignment.budget import Budget
 from dmx.data import DataConfig, DataPair
 from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
-from dmx.formats import MX_FORMATS, BitUnit, check_choice
+from dmx.formats import MX_FORMATS, BitUnit, BlockFormat, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
 from dmx.searching.config import SEARCHES
@@ -31,8 +31,8 @@ from experiments.reporting.results import HEURISTICS
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OPERANDS = ("W+A", "W")
 SAFETY = ("off", "calibrated")
-BASELINES = ("bf16", "uniform", *HEURISTICS)
-"""Of a search; the first two of a comparison."""
+BASELINES = ("bf16", "uniform", *HEURISTICS, *map(str, MX_FORMATS))
+"""Of a search; the first two of a comparison. uniform is every MX format, a name that one."""
 POLISH = "+polish"
 
 
@@ -165,7 +165,11 @@ class SearchRun:
     budget: Budget
     search: SearchConfig
     baselines: list[str]
-    """Rows beside the search: bf16, uniform (every MX format), kl and other heuristics."""
+    """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
+    heuristics."""
+    pace: bool
+    """Time a plain training step first, say how long the run will take here, and count its work in
+    such steps."""
     rounding: str
     """nearest | gptq: every searched assignment is measured a second time, with rounded weights."""
     gptq: GptqConfig
@@ -177,6 +181,21 @@ class SearchRun:
             check_choice(name, BASELINES, "baselines")
         if self.calibration.batches is not None:
             self.search.check_batches(self.calibration.batches)
+
+    @property
+    def uniform(self) -> list[BlockFormat]:
+        """Formats that are measured everywhere alike."""
+        return [f for f in MX_FORMATS if {"uniform", f.name} & set(self.baselines)]
+
+    @property
+    def measured_alone(self) -> list[str]:
+        """Rows without a search."""
+        return [*(["bf16"] if "bf16" in self.baselines else []), *(f.name for f in self.uniform)]
+
+    @property
+    def opponents(self) -> list[str]:
+        """Heuristics beside the search."""
+        return [n for n in HEURISTICS if n in self.baselines and n != self.search.name]
 
 
 @dataclass(kw_only=True)
