@@ -9,7 +9,7 @@
 
 from omegaconf import DictConfig
 
-from dmx.formats import BF16
+from dmx.formats import BF16, get_block_format
 from dmx.models import meta_model
 from dmx.searching import SearchConfig, search_space
 from experiments.running.config import EvaluateRun, build_root
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
             if source.uniform is BF16:
                 bench.unquantized()
             elif source.uniform is not None:
-                bench.uniform(source.uniform, uniform)
+                bench.uniform(get_block_format(source.uniform), uniform)
             else:
                 assignment = given[index]
                 with bench.weights_of(source.files):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dmx.applying.layers import is_applied
+from dmx.applying.apply import is_applied
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card

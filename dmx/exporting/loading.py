@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dmx.applying.layers import apply
+from dmx.applying.apply import apply
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
 from dmx.exporting.exporter import FACTS_FILE

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dmx.applying.layers import stored_weights
-from dmx.applying.stored import StoredWeight
+from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
 from dmx.errors import FormatError

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dmx.applying.layers import apply, restore
+from dmx.applying.apply import apply, restore
 from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
 from dmx.exporting.layouts import Layout, TensorSpec

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import dmx
 import mor
-from dmx.applying.layers import Safety, apply, restore
+from dmx.applying.apply import Safety, apply, restore
 from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.perplexity import perplexity_of, window_losses

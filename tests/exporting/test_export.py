@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dmx
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS
@@ -37,9 +37,13 @@ def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
     assignment = mixed(loaded.model, HELD["compressed_tensors"])
     before = {k: v.clone() for k, v in loaded.model.state_dict().items()}
     done = export(
-        loaded.model, assignment, tmp_path / "out", "compressed_tensors",
-        tokenizer=loaded.tokenizer, max_shard_bytes=40_000,
-    )  # fmt: skip
+        loaded.model,
+        assignment,
+        tmp_path / "out",
+        "compressed_tensors",
+        tokenizer=loaded.tokenizer,
+        max_shard_bytes=40_000,
+    )
     assert done.profile == "transformers" and done.verification.equal
     assert done.verification.max_difference == 0.0
     index = json.loads((done.folder / "model.safetensors.index.json").read_text())
@@ -62,8 +66,9 @@ def test_compressed_tensors_equals_the_fake_quantized_model(
 ):
     loaded = make_tiny(architecture, dtype="bfloat16")
     for name, formats, units in (
-        ("vllm", VLLM, "fused"), ("transformers", HELD["compressed_tensors"], "layer")
-    ):  # fmt: skip
+        ("vllm", VLLM, "fused"),
+        ("transformers", HELD["compressed_tensors"], "layer"),
+    ):
         assignment = mixed(loaded.model, formats, units)
         done = export(loaded.model, assignment, tmp_path / name, "compressed_tensors")
         assert done.profile == name and done.verification.equal
@@ -75,9 +80,7 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
 ):
     loaded = make_tiny("qwen3", dtype="bfloat16")
     assignment = mixed(loaded.model, VLLM)
-    done = export(
-        loaded.model, assignment, tmp_path / "out", "compressed_tensors", inputs=True
-    )  # fmt: skip
+    done = export(loaded.model, assignment, tmp_path / "out", "compressed_tensors", inputs=True)
     found = done.verification
     assert not found.equal and 0 < found.max_difference < 0.5 and 0 < found.kl < 1e-2
     facts = json.loads((done.folder / "dmx_export.json").read_text())
@@ -89,9 +92,13 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
 def test_torchao_loads_all_five_formats_in_a_fresh_process(make_tiny, tmp_path):
     loaded = make_tiny("qwen2", dtype="bfloat16")
     done = export(
-        loaded.model, mixed(loaded.model, HELD["torchao"]), tmp_path / "out", "torchao",
-        inputs=True, max_shard_bytes=40_000,
-    )  # fmt: skip
+        loaded.model,
+        mixed(loaded.model, HELD["torchao"]),
+        tmp_path / "out",
+        "torchao",
+        inputs=True,
+        max_shard_bytes=40_000,
+    )
     assert done.verification.equal  # inputs included: its FLOOR is our floor
 
 
@@ -167,14 +174,19 @@ def test_configs_of_torchao_are_those_it_writes(make_tiny):
         "default"
     ]
     elements = {
-        "mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
-        "mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
-    }  # fmt: skip
+        "mxfp4": torch.float4_e2m1fn_x2,
+        "mxfp6_e2m3": "fp6_e2m3",
+        "mxfp6_e3m2": "fp6_e3m2",
+        "mxfp8_e4m3": torch.float8_e4m3fn,
+        "mxfp8_e5m2": torch.float8_e5m2,
+    }
     for layer, name in assignment.formats.items():
         theirs = MXDynamicActivationMXWeightConfig(
-            activation_dtype=elements[name], weight_dtype=elements[name],
-            kernel_preference=KernelPreference.EMULATED, scaling_mode=ScaleCalculationMode.FLOOR,
-        )  # fmt: skip
+            activation_dtype=elements[name],
+            weight_dtype=elements[name],
+            kernel_preference=KernelPreference.EMULATED,
+            scaling_mode=ScaleCalculationMode.FLOOR,
+        )
         assert ours["_data"]["fqn_to_config"][layer] == config_to_dict(theirs)
 
 
@@ -188,9 +200,14 @@ def test_our_loader_gives_the_fake_quantized_model(architecture, target, make_ti
     inputs = target == "torchao"
     assignment = mixed(loaded.model, HELD[target])
     export(
-        loaded.model, assignment, tmp_path / "out", target, inputs=inputs, verify=False,
+        loaded.model,
+        assignment,
+        tmp_path / "out",
+        target,
+        inputs=inputs,
+        verify=False,
         tokenizer=loaded.tokenizer,
-    )  # fmt: skip
+    )
     back = dmx.load_exported(tmp_path / "out")
     assert back.assignment == assignment and (back.target, back.inputs) == (target, inputs)
     tokens = default_tokens(288)
@@ -274,9 +291,12 @@ def test_the_assignment_alone_and_a_model_by_name(make_tiny, tmp_path):
     loaded.model.save_pretrained(tmp_path / "source")
     loaded.tokenizer.save_pretrained(tmp_path / "source")
     by_name = export(
-        str(tmp_path / "source"), done.folder / "assignment.json", tmp_path / "out", "quark",
+        str(tmp_path / "source"),
+        done.folder / "assignment.json",
+        tmp_path / "out",
+        "quark",
         verify=False,
-    )  # fmt: skip
+    )
     assert dmx.load_exported(by_name.folder).assignment == assignment
 
 

@@ -45,9 +45,12 @@ def test_a_format_that_the_target_cannot_hold(case):
     with pytest.raises(FormatError) as error:
         export(mixed(model, (MXFP4, MXFP6_E3M2)), target="compressed_tensors", profile="vllm")
     for words in (
-        "profile=vllm does not hold mxfp6_e3m2", "7 layers",
-        "model.layers.0.self_attn.k_proj", "quark; torchao", "search.target",
-    ):  # fmt: skip
+        "profile=vllm does not hold mxfp6_e3m2",
+        "7 layers",
+        "model.layers.0.self_attn.k_proj",
+        "quark; torchao",
+        "search.target",
+    ):
         assert words in str(error.value)
 
 
@@ -199,16 +202,21 @@ EXPORTS = {
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.sampled_from(sorted(SEARCH_TARGETS)), st.sampled_from(sorted(FAMILIES)),
-    st.sampled_from(["fused", "layer"]), st.booleans(), st.floats(4, 9), st.integers(0, 999),
+    st.sampled_from(sorted(SEARCH_TARGETS)),
+    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(["fused", "layer"]),
+    st.booleans(),
+    st.floats(4, 9),
+    st.integers(0, 999),
     st.lists(st.sampled_from(["*.0.*", "*.q_proj", "*.down_proj", "*.gate_proj"]), max_size=2),
     st.dictionaries(
         st.sampled_from(["*.o_proj", "*.v_proj", "*.up_proj", "*.1.mlp.*"]),
         st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "bf16"]),
         max_size=2,
     ),
-    st.booleans(), st.sampled_from(["joint", "separate"]),
-)  # fmt: skip
+    st.booleans(),
+    st.sampled_from(["joint", "separate"]),
+)
 def test_what_a_search_target_yields_its_export_takes(
     target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, operands
 ):

@@ -89,7 +89,7 @@ def test_every_layer_is_named_in_full_and_no_class_is_a_target(make_tiny, tmp_pa
     )
     _, config = exported(
         model, mixed(model, HELD["torchao"]), tmp_path / "ao", "torchao", inputs=True
-    )  # fmt: skip
+    )
     layers = config["quant_type"]["default"]["_data"]["fqn_to_config"]
     assert set(layers) == set(assignment.formats)  # no _default, no pattern
 
@@ -194,9 +194,13 @@ def test_a_shard_of_torchao_that_names_its_own_tensors_alone_is_found_by_loading
     model = make_tiny("llama", dtype="bfloat16").model
     with pytest.raises(RunError, match=r"cannot load it|loaded it with|logits differ"):
         dmx.export(
-            model, mixed(model, HELD["torchao"]), tmp_path / "out", target="torchao", inputs=True,
+            model,
+            mixed(model, HELD["torchao"]),
+            tmp_path / "out",
+            target="torchao",
+            inputs=True,
             max_shard_bytes=40_000,
-        )  # fmt: skip
+        )
 
 
 def test_a_split_fused_group_has_no_vllm_profile(make_tiny, tmp_path):
@@ -204,9 +208,7 @@ def test_a_split_fused_group_has_no_vllm_profile(make_tiny, tmp_path):
     split = mixed(model, VLLM, "layer")
     with pytest.raises(FormatError, match=r"one format in each fused group.*4 groups are split"):
         exported(model, split, tmp_path / "out", profile="vllm")
-    done = dmx.export(
-        model, split, tmp_path / "out", target="compressed_tensors", verify=False
-    )  # fmt: skip
+    done = dmx.export(model, split, tmp_path / "out", target="compressed_tensors", verify=False)
     assert done.profile == "transformers"  # the strictest that holds it
     partial = mixed(model, VLLM, "fused", exclude=["*.k_proj"])
     with pytest.raises(FormatError, match="one format in each fused group"):
@@ -293,9 +295,13 @@ def test_torchao_has_no_product_of_mx_weights_and_plain_inputs(element):
     x, bias = torch.randn(4, 64).bfloat16(), torch.zeros(64).bfloat16()
     for preference in KernelPreference:
         weight = MXTensor.to_mx(
-            torch.randn(64, 64).bfloat16(), element, 32, ScaleCalculationMode.FLOOR, preference,
+            torch.randn(64, 64).bfloat16(),
+            element,
+            32,
+            ScaleCalculationMode.FLOOR,
+            preference,
             act_quant_kwargs=None,
-        )  # fmt: skip
+        )
         for product in (
             lambda w: torch.nn.functional.linear(x, w),
             lambda w: x @ w.t(),
