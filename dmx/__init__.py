@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dmx.applying.layers import apply, restore
+    from dmx.applying.apply import apply, restore
     from dmx.applying.quantizers import continuous_fake_quant, fake_quant
     from dmx.assignment.assignment import Assignment
     from dmx.assignment.budget import Budget
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "applying.layers": ("apply", "restore"),
+    "applying.apply": ("apply", "restore"),
     "applying.quantizers": ("continuous_fake_quant", "fake_quant"),
     "assignment.assignment": ("Assignment",),
     "assignment.budget": ("Budget",),

@@ -63,7 +63,7 @@ class ExportRun:
             raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
         if self.windows and not self.verify:
             raise ConfigError(f"windows={self.windows} needs verify=true")
-        self.plan = Export(
+        self.export = Export(
             self.target, self.profile, self.inputs, self.verify, self.max_shard_gigabytes,
             self.windows, self.window,
         )  # fmt: skip
@@ -73,12 +73,12 @@ class ExportRun:
 def main(cfg: DictConfig) -> None:
     """Writes the files for the runtime, record.json and report.html."""
     config = build_root(ExportRun, cfg)
-    source = config.plan.check(config.model, config.assignment, config.folder, config.run.folder)
+    plan = config.export.check(config.model, config.assignment, config.folder, config.run.folder)
     text = load_text(config.data.evaluation) if config.windows else None
     with Run(cfg, config.run, "export") as run:
         if run.show_if_finished():
             return
-        done = config.plan.write(run, config.model, source, text, config.folder)
+        done = config.export.write(run, config.model, plan, text, config.folder)
         run.finish(seed=None, verdict=export_verdict(done))
         print(f"{'files':16} {done.folder}")
 

@@ -20,7 +20,8 @@ from .reporting.verdicts import verdicts
 from .running.bench import Bench, check_windows
 from .running.composing import build_root
 from .running.guard import entry_point
-from .running.plan import measure_search
+from .running.pace import Pace
+from .running.plan import SearchPlan
 from .running.run import Run
 from .running.settings import (
     BASELINES,
@@ -42,7 +43,11 @@ class SearchRun:
     budget: Budget
     search: SearchConfig
     baselines: list[str]
-    """Rows beside the search: bf16, uniform (every MX format), kl and other heuristics."""
+    """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
+    heuristics."""
+    pace: bool
+    """Time a plain training step first, say how long the run will take here, and count its work in
+    such steps."""
     weights: str
     """nearest | gptq: every searched assignment is measured a second time, with such weights."""
     gptq: GptqConfig
@@ -53,6 +58,8 @@ class SearchRun:
         check_each("baselines", self.baselines, BASELINES)
         if self.calibration.batches is not None:
             self.search.check_batches(self.calibration.batches)
+        quantized = self.evaluation.quantized
+        self.plan = SearchPlan(self.search, self.budget, self.baselines, self.weights, quantized)
 
 
 @entry_point("search", SearchRun)
@@ -70,7 +77,9 @@ def main(cfg: DictConfig) -> float | None:
             run, config.model, config.data, config.evaluation, calibration=config.calibration,
             weights=list(dict.fromkeys(("nearest", config.weights))), gptq=config.gptq,
         )  # fmt: skip
-        measure_search(bench, config.search, config.budget, config.baselines)
+        pace = Pace(bench, config.plan) if config.pace else None
+        config.plan.measure(bench)
+        run.pace = None if pace is None else pace.ended()
         if config.search.name == "differentiable":
             done = Assignment.load(run.path("assignment.json")).search
             run.actual["search"] = {"steps": done.steps, "cuda_graph": done.cuda_graph}

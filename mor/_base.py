@@ -1,6 +1,6 @@
 """The seam: everything that mor takes from dmx, and the only file that imports it."""
 
-from dmx.applying.layers import apply, restore
+from dmx.applying.apply import apply, restore
 from dmx.applying.quantizers import Quantizer
 from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError

@@ -21,7 +21,9 @@ class Quantizer(Protocol):
     """What a quantized layer calls on a weight or an input; `mor`'s safety net wraps one."""
 
     @property
-    def block_format(self) -> BlockFormat: ...
+    def block_format(self) -> BlockFormat:
+        """What it quantizes to."""
+        ...
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -107,8 +109,8 @@ def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Te
     """
     check_input(x)
     if not isinstance(offset, Tensor) or offset.dtype != torch.float32:
-        found = offset.dtype if isinstance(offset, Tensor) else type(offset).__name__
-        raise TypeError(f"offset must be float32, got {found}; use torch.tensor(1.0)")
+        kind = offset.dtype if isinstance(offset, Tensor) else type(offset).__name__
+        raise TypeError(f"offset must be float32, got {kind}; use torch.tensor(1.0)")
     if offset.ndim != 0:
         raise ValueError(f"offset must be 0-d, got shape {tuple(offset.shape)}")
     if offset.device.type == "cpu" and not 0 <= (value := offset.item()) <= 2:

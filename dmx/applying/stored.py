@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError
 from dmx.files import sha256
 from dmx.formats import BlockFormat, ScaleRule, get_format
@@ -144,6 +145,17 @@ def from_tensors(
     if left:
         raise _refuse(f"holds {next(iter(left))}, which is no part of the assignment")
     return weights
+
+
+def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
+    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest.
+
+    Raises:
+        AssignmentError: its file is missing, damaged, or does not fit the assignment.
+    """
+    if assignment.weights is None:
+        return {}
+    return from_bytes(assignment.content("weights"), assignment.formats, assignment.shapes)
 
 
 def _refuse(why: str) -> AssignmentError:

@@ -119,6 +119,12 @@ class Assignment:
         """Content of an artifact, also of one that is not saved yet; raises as `artifact`."""
         return self.unsaved[kind] if kind in self.unsaved else self.artifact(kind).read_bytes()
 
+    def with_contents(self) -> "Assignment":
+        """With the contents of all its artifacts in memory, read and checked once; raises as
+        `artifact`."""
+        named = [kind for kind in ARTIFACTS if "file" in (getattr(self, kind) or {})]
+        return replace(self, unsaved={kind: self.content(kind) for kind in named})
+
     def with_artifact(
         self, kind: ArtifactKind, content: bytes, facts: Mapping[str, Any]
     ) -> "Assignment":

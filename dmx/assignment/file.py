@@ -28,9 +28,19 @@ ScaleRules = Mapping[Operand, Mapping[str, ScaleRule]]
 SCHEMA = "dmx.assignment/2"
 FIRST_SCHEMA = "dmx.assignment/1"
 FIELDS = (
-    "model", "formats", "input_formats", "shapes", "unquantized", "units", "scale_rules",
-    "transform", "weights", "bits", "budget", "search",
-)  # fmt: skip
+    "model",
+    "formats",
+    "input_formats",
+    "shapes",
+    "unquantized",
+    "units",
+    "scale_rules",
+    "transform",
+    "weights",
+    "bits",
+    "budget",
+    "search",
+)
 """Keys beside `schema`, in the order of the file."""
 ArtifactKind = Literal["transform", "weights"]
 ARTIFACTS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)

@@ -75,6 +75,7 @@ class SearchSpace:
 
     @cached_property
     def weights(self) -> np.ndarray:
+        """(U,) float64; what each unit counts in the average."""
         return np.array([u.weight for u in self.units], dtype=np.float64)
 
     @cached_property
@@ -96,9 +97,11 @@ class SearchSpace:
 
     @cached_property
     def total_weight(self) -> float:
+        """Of all units and the fixed layers."""
         return float(self.weights.sum() + sum(self._fixed_weights.values()))
 
     def candidate_bits(self, unit: BitUnit) -> np.ndarray:
+        """(F,) bits of each candidate."""
         return np.array([f.bits(unit) for f in self.formats])
 
     def fixed_bits(self, unit: BitUnit) -> float:

@@ -26,9 +26,13 @@ class Loader:
     name: str
     formats: frozenset[str]
     """Block formats that it can read from this target; may be fewer than the target holds."""
+    requires: str
+    """Versions that it was seen to work with."""
     needs_fused_units: bool = False
     input_formats: frozenset[str] = frozenset()
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
+    notes: tuple[str, ...] = ()
+    """What else its users should know."""
 
 
 @dataclass(frozen=True)
@@ -42,33 +46,50 @@ class Target:
     """True: the export refuses an assignment with a split fused group, whatever loads it."""
 
 
+_CT = "transformers >= 5 + compressed-tensors >= 0.20"
+_VLLM = "vLLM >= 0.33"
+
 TARGETS: dict[str, Target] = {
     "assignment.json": Target(
-        _ALL_FORMATS, (Loader("dmx", _ALL_FORMATS, input_formats=_ALL_FORMATS),)
+        _ALL_FORMATS, (Loader("dmx", _ALL_FORMATS, "dmx", input_formats=_ALL_FORMATS),)
     ),
     "compressed_tensors, profile vllm": Target(
         _VLLM_FORMATS,
         (
-            Loader("transformers", _VLLM_FORMATS, input_formats=_CT_INPUTS),
-            Loader("vLLM", _VLLM_FORMATS, True),
+            Loader("transformers", _VLLM_FORMATS, _CT, input_formats=_CT_INPUTS),
+            Loader("vLLM", _VLLM_FORMATS, _VLLM, needs_fused_units=True),
         ),
         needs_fused_units=True,
     ),
     "compressed_tensors, profile transformers": Target(
         _TRANSFORMERS_FORMATS,
-        (Loader("transformers", _TRANSFORMERS_FORMATS, input_formats=_CT_INPUTS),),
+        (Loader("transformers", _TRANSFORMERS_FORMATS, _CT, input_formats=_CT_INPUTS),),
     ),
     "quark": Target(
         _QUARK_FORMATS,
         (
-            Loader("vLLM", _QUARK_FORMATS, True),
-            Loader("transformers + amd-quark", _QUARK_FORMATS, input_formats=_QUARK_FORMATS),
+            Loader("vLLM", _QUARK_FORMATS, _VLLM, needs_fused_units=True),
+            Loader(
+                "transformers + amd-quark",
+                _QUARK_FORMATS,
+                "transformers >= 5 + amd-quark >= 0.13",
+                input_formats=_QUARK_FORMATS,
+            ),
         ),
     ),
-    "torchao": Target(_ALL_FORMATS, (Loader("transformers", _ALL_FORMATS),)),
+    "torchao": Target(
+        _ALL_FORMATS,
+        (
+            Loader(
+                "transformers",
+                _ALL_FORMATS,
+                "transformers >= 5 + torchao >= 0.18",
+                notes=("inputs quantized", "emulated product"),
+            ),
+        ),
+    ),
 }
-"""Target name -> what it holds and who loads it (compressed-tensors >= 0.20 for MXFP6, amd-quark >=
-0.13; torchao with quantized inputs only). Tests load each with the loaders that run on a CPU."""
+"""Target name -> what it holds and who loads it. Tests load each with the loaders that run on a CPU."""
 
 
 def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) -> list[str]:

@@ -56,8 +56,8 @@ def main(job_file: str) -> None:
         model, info = loaded
         model = model.to(job["device"]).eval()
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
-        found = rows_of(model, load_file(job["tokens"])["tokens"], job["kept"])
-    save_file(found, job["out"])
+        rows = rows_of(model, load_file(job["tokens"])["tokens"], job["kept"])
+    save_file(rows, job["out"])
     names = ("torch", "transformers", "safetensors", *job["packages"])
     report = {
         "versions": {name: metadata.version(name) for name in names},

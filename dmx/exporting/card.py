@@ -1,38 +1,45 @@
 """The README.md of an exported folder: what it holds, how to load it, what was and was not checked."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from dmx.assignment.assignment import Assignment
+from dmx.assignment.targets import TARGETS, Loader
 from dmx.exporting.layouts import describe_rules
+from dmx.exporting.plan import Plan
 from dmx.exporting.recipes import RECIPES
-from dmx.formats import FORMATS
+from dmx.formats import BLOCK_FORMATS, FORMATS
 
-LOADERS = {
-    "compressed_tensors": [
-        ("transformers >= 5 + compressed-tensors >= 0.20", "MXFP4, MXFP6 E2M3, MXFP8 E4M3"),
-        ("vLLM >= 0.33", "MXFP4, MXFP8 E4M3, one format in q/k/v and in gate/up"),
-    ],
-    "quark": [
-        ("transformers >= 5 + amd-quark >= 0.13", "MXFP4, both MXFP6, MXFP8 E4M3"),
-        ("vLLM >= 0.33", "MXFP4, both MXFP6, MXFP8 E4M3, one format in q/k/v and in gate/up"),
-    ],
-    "torchao": [
-        ("transformers >= 5 + torchao >= 0.18", "all five, inputs quantized, emulated product"),
-    ],
-}
 NOT_CHECKED = (
     "Not checked here: the kernels of vLLM and SGLang, which may round otherwise, and may quantize "
     "inputs where the folder says weights only."
 )
-_INSTALL = {
-    "compressed_tensors": "compressed-tensors",
-    "quark": "amd-quark",
-    "torchao": "torchao",
-}
 
 
-def _bits_table(assignment: Assignment) -> list[str]:
+def _loader_rows(target: str) -> list[str]:
+    """Rows of a table: who loads a target, and which formats, over all of its profiles."""
+    rows: dict[str, Loader] = {}
+    for name, facts in TARGETS.items():
+        if name.partition(",")[0] == target:
+            for loader in facts.loaders:
+                known = rows.get(loader.name, loader)
+                rows[loader.name] = replace(loader, formats=known.formats | loader.formats)
+    table = []
+    for loader in rows.values():
+        named = [_title(f) for f in BLOCK_FORMATS if f in loader.formats]
+        if loader.needs_fused_units:
+            named.append("one format in q/k/v and in gate/up")
+        table.append(f"| {loader.requires} | {', '.join([*named, *loader.notes])} |")
+    return table
+
+
+def _title(name: str) -> str:
+    """mxfp6_e2m3 as MXFP6 E2M3"""
+    return name.replace("_", " ").upper()
+
+
+def _bits_table(plan: Plan) -> list[str]:
+    assignment = plan.assignment
     counts = Counter(assignment.formats.values())
     sizes: Counter[str] = Counter()
     for layer, name in assignment.formats.items():
@@ -56,36 +63,38 @@ def _bits_table(assignment: Assignment) -> list[str]:
         f"Average of the quantized layers: {bits['element_bits']:.4f} element bits, "
         f"{bits['bits_per_element']:.4f} bits per element with scales; whole model: "
         f"{bits['whole_model_bits_per_element']:.4f}.{apart} Scale rule of the weights: "
-        f"{describe_rules(assignment, 'weight')}. Left in BF16: "
+        f"{describe_rules(plan.layers, 'weight')}. Left in BF16: "
         f"{', '.join(assignment.unquantized) or 'no linear layer'}.",
     ]
 
 
 def _verification(facts: dict[str, Any]) -> list[str]:
-    found = facts["verification"]
-    if found is None:
+    measured = facts["verification"]
+    if measured is None:
         return ["**Not verified**: this folder was written with `verify=false`."]
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines = [f"Loaded in a fresh process with {found['loader']} ({versions}):", ""]
-    if found["equal"]:
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    lines = [f"Loaded in a fresh process with {measured['loader']} ({versions}):", ""]
+    if measured["equal"]:
         lines += [
-            f"- logits of {found['tokens']} tokens equal the fake-quantized model's bit for bit "
-            f"in bf16; loss {found['loss']:.10f} nats/token, the same"
+            f"- logits of {measured['tokens']} tokens equal the fake-quantized model's bit for bit "
+            f"in bf16; loss {measured['loss']:.10f} nats/token, the same"
         ]
     else:
         lines += [
             f"- logits differ from the fake-quantized model's by up to "
-            f"{found['max_difference']:.4g}; KL {found['kl']:.3e} nats/token; loss "
-            f"{found['loss']:.6f} against {found['reference_loss']:.6f} nats/token on "
-            f"{found['tokens']} tokens: the loader scales inputs by its own rule"
+            f"{measured['max_difference']:.4g}; KL {measured['kl']:.3e} nats/token; loss "
+            f"{measured['loss']:.6f} against {measured['reference_loss']:.6f} nats/token on "
+            f"{measured['tokens']} tokens: the loader scales inputs by its own rule"
         ]
     return lines
 
 
-def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
-    target, profile = facts["target"], facts["profile"]
+def model_card(plan: Plan, facts: dict[str, Any]) -> str:
+    """Of a folder with weights; `facts` are those that the export writes beside it."""
+    assert plan.layout is not None
+    assignment, target, profile = plan.assignment, plan.target, plan.profile
     size = facts["bytes"]
-    what = "weights and inputs" if facts["inputs"] else "weights only"
+    what = "weights and inputs" if plan.inputs else "weights only"
     revision = f" (revision {assignment.model['revision']})" if assignment.model["revision"] else ""
     lines = [
         f"# {assignment.model['id']}, mixed microscaling formats",
@@ -93,11 +102,11 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
         f"{assignment.model['id']}{revision}, quantized by `dmx` for `{target}`"
         f"{f', profile `{profile}`' if profile else ''}; {what}.",
         "",
-        *_bits_table(assignment),
+        *_bits_table(plan),
         "",
     ]
-    if facts["input_rule"]:
-        lines += [f"Inputs are scaled by the loader: {facts['input_rule']}.", ""]
+    if plan.input_rule:
+        lines += [f"Inputs are scaled by the loader: {plan.input_rule}.", ""]
     if size["quantized_bytes"] == size["bits_per_element_bytes"]:
         lines += [
             f"Quantized tensors: {size['quantized_bytes']:,} bytes, which is the sum of weights x "
@@ -109,7 +118,7 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
             f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
             f"All tensors: {size['total']:,} bytes."
         ]
-    if stage := facts["weights"]:
+    if stage := assignment.weights:
         lines += [
             "",
             f"Weights rounded by {stage['name'].upper()} on {stage.get('tokens', 0):,} tokens, "
@@ -126,7 +135,7 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
         "## How to load it",
         "",
         "```python",
-        f"# pip install transformers {_INSTALL[target]}",
+        f"# pip install transformers {' '.join(plan.layout.packages)}",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="bfloat16")',
@@ -137,7 +146,7 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
         "",
         "| loader | formats |",
         "|---|---|",
-        *(f"| {loader} | {formats} |" for loader, formats in LOADERS[target]),
+        *_loader_rows(target),
         "",
         "## What was checked",
         "",
@@ -146,7 +155,7 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
         "",
         NOT_CHECKED,
     ]
-    if facts["inputs"] is False and target != "torchao":
+    if not plan.inputs and target != "torchao":
         lines += [
             "",
             "The assignment was searched for quantized weights and inputs unless it says "
@@ -155,7 +164,9 @@ def model_card(assignment: Assignment, facts: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def recipe_card(assignment: Assignment, target: str) -> str:
+def recipe_card(plan: Plan) -> str:
+    """Of a folder with names alone."""
+    assignment, target = plan.assignment, plan.target
     how = {
         "assignment": "`dmx.apply(model, dmx.Assignment.load('assignment.json'))`",
         "llm_compressor": "`oneshot(model=..., recipe='recipe.yaml')`",
@@ -169,7 +180,7 @@ def recipe_card(assignment: Assignment, target: str) -> str:
     lines = [
         f"# Formats of {assignment.model['id']} by name",
         "",
-        *_bits_table(assignment),
+        *_bits_table(plan),
         "",
         f"This folder holds {held}`assignment.json`: names alone, no weights. To use them: "
         f"{how[target]}.",

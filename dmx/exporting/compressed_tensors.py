@@ -10,15 +10,14 @@ uninitialized weights.
 Source: compressed-tensors 0.20, `compressors/{mxfp4,mxfp6,mxfp8}` and `quantization/quant_config`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.exporting.layouts import Layout, TensorSpec, left_in_bf16, quantized
+from dmx.exporting.layouts import Layers, Layout, TensorSpec
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, BlockFormat, ScaleRule
 
@@ -56,42 +55,48 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: tor
 
 def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
     return {
-        "num_bits": code_bits(block_format), "type": "float", "strategy": "group",
-        "group_size": block_format.block_size, "symmetric": True, "dynamic": dynamic,
-        "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
-    }  # fmt: skip
+        "num_bits": code_bits(block_format),
+        "type": "float",
+        "strategy": "group",
+        "group_size": block_format.block_size,
+        "symmetric": True,
+        "dynamic": dynamic,
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": "torch.uint8",
+    }
 
 
-def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
+def _group(weight: BlockFormat, of_input: BlockFormat | None, names: list[str]) -> dict[str, Any]:
+    inputs = None if of_input is None else _arguments(of_input, dynamic=True)
+    return {
+        "targets": names,
+        "format": FORMAT_NAMES[weight],
+        "weights": _arguments(weight, dynamic=False),
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+
+
+def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
     groups: dict[tuple[BlockFormat, BlockFormat | None], list[str]] = {}
-    of_inputs = assignment.block_formats("input") if inputs else {}
-    for name, block_format in quantized(assignment).items():
-        groups.setdefault((block_format, of_inputs.get(name)), []).append(name)
+    for name, layer in layers.items():
+        groups.setdefault((layer.weight, layer.input), []).append(name)
     used = {FORMAT_NAMES[weight] for weight, _ in groups}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "format": used.pop() if len(used) == 1 else "mixed-precision",
         "config_groups": {
-            f"group_{i}": {
-                "targets": names,
-                "format": FORMAT_NAMES[weight],
-                "weights": _arguments(weight, dynamic=False),
-                "input_activations": None if of_input is None
-                else _arguments(of_input, dynamic=True),
-                "output_activations": None,
-            }
-            for i, ((weight, of_input), names) in enumerate(groups.items())
+            f"group_{i}": _group(*formats, names)
+            for i, (formats, names) in enumerate(groups.items())
         },
-        "ignore": left_in_bf16(assignment),
+        "ignore": list(kept),
         "kv_cache_scheme": None,
-    }  # fmt: skip
+    }
 
 
-def _check(assignment: Assignment, inputs: bool) -> None:
-    if not inputs:
-        return
-    asked = assignment.block_formats("input")
+def _check(layers: Layers, inputs: bool) -> None:
+    asked = {name: layer.input for name, layer in layers.items() if layer.input is not None}
     refused = {name: f.name for name, f in asked.items() if f not in INPUT_FORMATS}
     if refused:
         raise FormatError(
@@ -101,7 +106,7 @@ def _check(assignment: Assignment, inputs: bool) -> None:
         )
 
 
-def _input_rule(assignment: Assignment) -> str:
+def _input_rule(layers: Layers) -> str:
     return (
         "amax rounded to one mantissa bit before its exponent is taken, for 4 and for 8 bits "
         "(compressed-tensors' own rule; `even` for MXFP4)"
@@ -109,6 +114,12 @@ def _input_rule(assignment: Assignment) -> str:
 
 
 LAYOUT = Layout(
-    "compressed_tensors", ("compressed-tensors",), _specs, _encode, _decode, _config, _check,
-    _input_rule,
-)  # fmt: skip
+    name="compressed_tensors",
+    packages=("compressed-tensors",),
+    specs=_specs,
+    encode=_encode,
+    decode=_decode,
+    config=_config,
+    check=_check,
+    input_rule=_input_rule,
+)

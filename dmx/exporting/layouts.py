@@ -1,10 +1,11 @@
 """What a layout of files is: names, dtypes and shapes of a layer's tensors, and its config.
 
 One file a target (`compressed_tensors`, `quark`, `torchao`) fills in a `Layout`; everything else
-in this package works on any of them.
+in this package works on any of them, layer by layer.
 """
 
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,17 +13,46 @@ import torch
 from torch import Tensor
 
 from dmx.assignment.assignment import Assignment
+from dmx.errors import RunError
 from dmx.formats import BlockFormat, Operand, ScaleRule
+
+MODULES = {"compressed-tensors": "compressed_tensors", "amd-quark": "quark", "torchao": "torchao"}
+"""pip name of a loader's package -> what it is imported as."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
+    """What a tensor of a file is."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
+        """Of the tensor in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one quantized layer is stored, and how its loader is asked to quantize its input."""
+
+    shape: tuple[int, int]
+    """(out_features, in_features)"""
+    weight: BlockFormat
+    weight_rule: ScaleRule
+    input: BlockFormat | None
+    """None: the loader leaves the input alone."""
+    input_rule: ScaleRule | None
+
+    @property
+    def bytes(self) -> int:
+        """What bits_per_element says the weight takes; whole, since blocks fill every row."""
+        return round(self.shape[0] * self.shape[1] * self.weight.bits_per_element / 8)
+
+
+Layers = Mapping[str, LayerPlan]
+"""layer name -> its plan, in the order of the model"""
 
 
 @dataclass(frozen=True)
@@ -38,43 +68,62 @@ class Layout:
     """(out, in) weight -> name -> tensor"""
     decode: Callable[[Mapping[str, Tensor], BlockFormat, torch.dtype], Tensor]
     """name -> tensor back to the (out, in) weight"""
-    config: Callable[[Assignment, bool], dict[str, Any]]
-    """`quantization_config` of config.json; the flag says whether inputs are quantized too"""
-    check: Callable[[Assignment, bool], None]
-    """Raises FormatError for what the formats alone do not tell."""
-    input_rule: Callable[[Assignment], str]
+    config: Callable[[Layers, Sequence[str]], dict[str, Any]]
+    """`quantization_config` of config.json; the names are those of the layers left in BF16"""
+    check: Callable[[Layers, bool], None]
+    """Raises FormatError for what the formats alone do not tell; the flag says whether inputs are
+    quantized, too."""
+    input_rule: Callable[[Layers], str]
     """How the loader scales inputs, in words."""
     exact_inputs: bool = False
     """The loader's input quantization equals ours bit for bit."""
     packed: bool = True
     """The tensors' bytes equal bits_per_element."""
-    metadata: Callable[[Assignment, bool, list[str]], dict[str, str]] = lambda *_: {}
-    """Beside the tensors, in the header of every file."""
+    metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
+    """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
 
 
-def quantized(assignment: Assignment) -> dict[str, BlockFormat]:
-    """layer -> format of the layers that are stored quantized (bf16 ones are not)."""
-    return assignment.block_formats("weight")
+def layers_of(assignment: Assignment, *, inputs: bool = False) -> dict[str, LayerPlan]:
+    """layer -> how it is stored, of the layers whose weights are quantized."""
+    of_input = assignment.block_formats("input") if inputs else {}
+    return {
+        layer: LayerPlan(
+            shape=assignment.shapes[layer],
+            weight=weight,
+            weight_rule=assignment.rule("weight", weight),
+            input=(own := of_input.get(layer)),
+            input_rule=None if own is None else assignment.rule("input", own),
+        )
+        for layer, weight in assignment.block_formats("weight").items()
+    }
 
 
 def left_in_bf16(assignment: Assignment) -> list[str]:
-    kept = quantized(assignment)
-    return [n for n in (*assignment.formats, *assignment.unquantized) if n not in kept]
+    """Linear layers that are stored as they are."""
+    quantized = assignment.block_formats("weight")
+    return [n for n in (*assignment.formats, *assignment.unquantized) if n not in quantized]
 
 
-def used_rules(assignment: Assignment, operand: Operand) -> dict[BlockFormat, ScaleRule]:
-    """format -> scale rule of the formats that an operand is quantized to."""
-    return {f: assignment.rule(operand, f) for f in assignment.block_formats(operand).values()}
-
-
-def describe_rules(assignment: Assignment, operand: Operand) -> str:
+def describe_rules(layers: Layers, operand: Operand) -> str:
     """The scale rules of an operand in words: one, or one a format."""
-    rules = used_rules(assignment, operand)
+    each = [
+        (layer.weight, layer.weight_rule)
+        if operand == "weight"
+        else (layer.input, layer.input_rule)
+        for layer in layers.values()
+    ]
+    rules = {block_format: rule for block_format, rule in each if block_format is not None}
     if len(set(rules.values())) == 1:
         return f"`{next(iter(rules.values()))}`"
     return ", ".join(f"`{rule}` for {block_format}" for block_format, rule in rules.items())
 
 
-def layer_bytes(block_format: BlockFormat, shape: tuple[int, int]) -> int:
-    """params * bits_per_element / 8, whole because in_features is a multiple of 32."""
-    return round(shape[0] * shape[1] * block_format.bits_per_element / 8)
+def check_packages(packages: Iterable[str]) -> None:
+    """Raise RunError unless the loader's packages are installed."""
+    missing = [p for p in packages if importlib.util.find_spec(MODULES[p]) is None]
+    if missing:
+        raise RunError(
+            f"verify=true loads the files with {', '.join(packages)}, and "
+            f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
+            "pip install -e '.[export]'), or set verify=false."
+        )

@@ -14,11 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from dmx.applying.layers import apply
+from dmx.applying.apply import apply
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
-from dmx.exporting.exporter import FACTS_FILE, LAYOUTS
-from dmx.exporting.layouts import Layout, quantized
+from dmx.exporting.exporter import FACTS_FILE
+from dmx.exporting.layouts import Layout
+from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
 
 METHODS = {"compressed-tensors": "compressed_tensors", "quark": "quark", "torchao": "torchao"}
@@ -105,7 +106,7 @@ def load_exported(
 
 def _fill(model: Any, folder: Path, layout: Layout, assignment: Assignment) -> None:
     """Put the files' values into the model, strictly: nothing missing, nothing left over."""
-    formats = quantized(assignment)
+    formats = assignment.block_formats("weight")
     waiting: dict[str, dict[str, Tensor]] = {layer: {} for layer in formats}
     state = dict(model.state_dict())
     left = set(state)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmx.errors import FormatError
-from dmx.formats import BLOCK_SIZE, E4M3, E5M2, BlockFormat, ScaleRule
+from dmx.formats import E4M3, E5M2, BlockFormat, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import unpack_codes
@@ -17,15 +17,16 @@ FLOAT8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
 
 
 def code_bits(block_format: BlockFormat) -> int:
+    """Of one element."""
     return block_format.element.bits
 
 
-def check_in_features(layer: str, in_features: int) -> None:
-    """Raise FormatError unless blocks of 32 fill every row: no layout holds a short block."""
-    if in_features % BLOCK_SIZE:
+def check_in_features(layer: str, in_features: int, block_format: BlockFormat) -> None:
+    """Raise FormatError unless blocks fill every row: no layout holds a short block."""
+    if in_features % block_format.block_size:
         raise FormatError(
-            f"{layer} has in_features={in_features}, no multiple of {BLOCK_SIZE}: no export layout "
-            "holds a short block. Leave it in BF16 (search.exclude) and search again."
+            f"{layer} has in_features={in_features}, no multiple of {block_format.block_size}: no "
+            "export layout holds a short block. Leave it in BF16 (search.exclude) and search again."
         )
 
 
@@ -53,9 +54,13 @@ def as_float8(codes: Tensor, block_format: BlockFormat) -> Tensor:
 
 
 def decode_weight(
-    packed: Tensor, scales: Tensor, block_format: BlockFormat, dtype: torch.dtype, *,
+    packed: Tensor,
+    scales: Tensor,
+    block_format: BlockFormat,
+    dtype: torch.dtype,
+    *,
     unpacked: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Inverse of `encode_weight`: (out, in) in `dtype`. unpacked: one code a byte already."""
     codes = packed.view(torch.uint8)
     if not unpacked:

@@ -9,22 +9,14 @@ reads both, amd-quark's loader only the second, so that one is written.
 Source: amd-quark 0.13, `QConfig.from_dict`, `QParamsLinear`; vLLM 0.33, `ocp_mx_utils.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.exporting.layouts import (
-    Layout,
-    TensorSpec,
-    describe_rules,
-    left_in_bf16,
-    quantized,
-    used_rules,
-)
+from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, describe_rules
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, BlockFormat, ScaleRule
 
@@ -58,40 +50,53 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: tor
 
 
 def _tensor_config(
-    block_format: BlockFormat, scale_rule: ScaleRule, *, dynamic: bool
+    block_format: BlockFormat, scale_rule: ScaleRule | None, *, dynamic: bool
 ) -> dict[str, Any]:
     config: dict[str, Any] = {
-        "dtype": DTYPES[block_format], "is_dynamic": dynamic, "qscheme": "per_group",
-        "ch_axis": -1, "group_size": block_format.block_size, "block_size": None, "symmetric": None,
-        "round_method": "half_even", "scale_type": "float", "scale_format": "e8m0",
+        "dtype": DTYPES[block_format],
+        "is_dynamic": dynamic,
+        "qscheme": "per_group",
+        "ch_axis": -1,
+        "group_size": block_format.block_size,
+        "block_size": None,
+        "symmetric": None,
+        "round_method": "half_even",
+        "scale_type": "float",
+        "scale_format": block_format.scale.name,
         "scale_calculation_mode": scale_rule if scale_rule in INPUT_RULES else None,
-        "mx_element_dtype": None, "zero_point_type": "int32", "is_scale_quant": False,
+        "mx_element_dtype": None,
+        "zero_point_type": "int32",
+        "is_scale_quant": False,
         "observer_cls": "PerBlockMXObserver",
-    }  # fmt: skip
+    }
     if code_bits(block_format) == 8 and not dynamic:
         config |= {
-            "qscheme": "per_block", "block_size": [1, block_format.block_size], "group_size": None, "ch_axis": None,
-            "symmetric": True, "scale_type": "float8_e8m0fnu", "scale_calculation_mode": None,
+            "qscheme": "per_block",
+            "block_size": [1, block_format.block_size],
+            "group_size": None,
+            "ch_axis": None,
+            "symmetric": True,
+            "scale_type": "float8_e8m0fnu",
+            "scale_calculation_mode": None,
             "observer_cls": "PerBlock2DMinMaxObserver",
-        }  # fmt: skip
+        }
     return config
 
 
-_UNQUANTIZED = dict.fromkeys(("weight", "input_tensors", "output_tensors", "bias", "target_device"))
+_UNQUANTIZED: dict[str, Any] = dict.fromkeys(
+    ("weight", "input_tensors", "output_tensors", "bias", "target_device")
+)
 
 
-def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
-    layers = {}
-    inputs_of = assignment.block_formats("input") if inputs else {}
-    for name, block_format in quantized(assignment).items():
-        of_inputs = inputs_of.get(name)
-        layers[name] = _UNQUANTIZED | {
-            "weight": _tensor_config(
-                block_format, assignment.rule("weight", block_format), dynamic=False
-            ),
-            "input_tensors": None if of_inputs is None
-            else _tensor_config(of_inputs, assignment.rule("input", of_inputs), dynamic=True),
-        }  # fmt: skip
+def _layer_config(layer: LayerPlan) -> dict[str, Any]:
+    config = dict(_UNQUANTIZED)
+    config["weight"] = _tensor_config(layer.weight, layer.weight_rule, dynamic=False)
+    if layer.input is not None:
+        config["input_tensors"] = _tensor_config(layer.input, layer.input_rule, dynamic=True)
+    return config
+
+
+def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "quark",
         "version": VERSION,
@@ -102,31 +107,41 @@ def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
         "kv_cache_post_rope": False,
         "global_quant_config": dict(_UNQUANTIZED),
         "layer_type_quant_config": {},
-        "layer_quant_config": layers,
-        "exclude": left_in_bf16(assignment),
+        "layer_quant_config": {name: _layer_config(layer) for name, layer in layers.items()},
+        "exclude": list(kept),
         "export": {
-            "kv_cache_group": [], "min_kv_scale": 0.0, "pack_method": "order",
-            "weight_format": "real_quantized", "weight_merge_groups": None,
+            "kv_cache_group": [],
+            "min_kv_scale": 0.0,
+            "pack_method": "order",
+            "weight_format": "real_quantized",
+            "weight_merge_groups": None,
         },
-    }  # fmt: skip
+    }
 
 
-def _check(assignment: Assignment, inputs: bool) -> None:
-    for block_format, rule in used_rules(assignment, "input").items() if inputs else ():
-        if rule not in INPUT_RULES:
+def _check(layers: Layers, inputs: bool) -> None:
+    for layer in layers.values():
+        if layer.input is not None and layer.input_rule not in INPUT_RULES:
             raise FormatError(
                 f"inputs=true: Quark scales inputs by {', '.join(INPUT_RULES)}; the assignment "
-                f"has scale rule {rule!r} for inputs in {block_format}. Use inputs=false."
+                f"has scale rule {layer.input_rule!r} for inputs in {layer.input}. Use inputs=false."
             )
 
 
-def _input_rule(assignment: Assignment) -> str:
+def _input_rule(layers: Layers) -> str:
     return (
-        f"{describe_rules(assignment, 'input')}, with the exponent taken by a rounded log2 (Quark's own: a "
-        "block whose amax lies just below a power of two may differ)"
+        f"{describe_rules(layers, 'input')}, with the exponent taken by a rounded log2 (Quark's own: "
+        "a block whose amax lies just below a power of two may differ)"
     )
 
 
 LAYOUT = Layout(
-    "quark", ("amd-quark",), _specs, _encode, _decode, _config, _check, _input_rule
-)  # fmt: skip
+    name="quark",
+    packages=("amd-quark",),
+    specs=_specs,
+    encode=_encode,
+    decode=_decode,
+    config=_config,
+    check=_check,
+    input_rule=_input_rule,
+)

@@ -36,13 +36,21 @@ _QUARK = {
 }
 _COMPRESSED_TENSORS = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}
 _MODELOPT = {
-    "MXFP4": "mxfp4", "W4A8_MXFP4_FP8": "mxfp4", "MXFP6": "mxfp6_e3m2", "MXFP8": "mxfp8_e4m3"
-}  # fmt: skip
+    "MXFP4": "mxfp4",
+    "W4A8_MXFP4_FP8": "mxfp4",
+    "MXFP6": "mxfp6_e3m2",
+    "MXFP8": "mxfp8_e4m3",
+}
 _AUTO_ROUND = {
-    "mx_fp4": "mxfp4", "mx_fp4e2m1": "mxfp4", "mx_fp6": "mxfp6_e2m3", "mx_fp6e2m3": "mxfp6_e2m3",
-    "mx_fp6e3m2": "mxfp6_e3m2", "mx_fp8": "mxfp8_e4m3", "mx_fp8e4m3": "mxfp8_e4m3",
+    "mx_fp4": "mxfp4",
+    "mx_fp4e2m1": "mxfp4",
+    "mx_fp6": "mxfp6_e2m3",
+    "mx_fp6e2m3": "mxfp6_e2m3",
+    "mx_fp6e3m2": "mxfp6_e3m2",
+    "mx_fp8": "mxfp8_e4m3",
+    "mx_fp8e4m3": "mxfp8_e4m3",
     "mx_fp8e5m2": "mxfp8_e5m2",
-}  # fmt: skip
+}
 
 
 def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) -> Assignment:
@@ -66,7 +74,7 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
         raise AssignmentError(
             f"the config is damaged or of a version that is not read here ({error!r})."
         ) from error
-    formats = {name: found for name, found in chosen.items() if found is not None}
+    formats = {name: f for name, f in chosen.items() if f is not None}
     for name in formats:
         if linears[name].in_features % BLOCK_SIZE:
             raise FormatError(
@@ -99,10 +107,10 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
 def _read(source: str | Path) -> dict[str, Any]:
     path = Path(source)
     if path.is_dir():
-        found = [path / n for n in ("hf_quant_config.json", "config.json") if (path / n).is_file()]
-        if not found:
+        files = [path / n for n in ("hf_quant_config.json", "config.json") if (path / n).is_file()]
+        if not files:
             raise AssignmentError(f"{path} holds neither config.json nor hf_quant_config.json.")
-        path = found[0]
+        path = files[0]
     try:
         body: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -131,9 +139,9 @@ def _chooser(body: dict[str, Any]) -> tuple[str, Chooser]:
     )
 
 
-def _refuse(tool: str, layer: str, found: object) -> FormatError:
+def _refuse(tool: str, layer: str, what: object) -> FormatError:
     return FormatError(
-        f"{tool} config: {layer} has {found}, which is no MX format of this project; its result "
+        f"{tool} config: {layer} has {what}, which is no MX format of this project; its result "
         "cannot be measured here."
     )
 

@@ -19,7 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.compressed_tensors import LAYOUT as COMPRESSED_TENSORS
-from dmx.exporting.layouts import left_in_bf16, quantized
+from dmx.exporting.layouts import layers_of, left_in_bf16
 from dmx.files import write_text
 from dmx.formats import BlockFormat
 
@@ -32,10 +32,14 @@ AUTO_ROUND_TYPES = {
 }
 LLAMA_CPP_TYPES = {4: "mxfp4", 6: "q6_k", 8: "q8_0"}
 LLAMA_CPP_NAMES = {
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+}
 
 
 def _check_equal(assignment: Assignment, target: str) -> None:
@@ -51,13 +55,13 @@ def _check_equal(assignment: Assignment, target: str) -> None:
 
 def _llm_compressor(assignment: Assignment) -> str:
     _check_equal(assignment, "llm_compressor")
-    for layer, block_format in quantized(assignment).items():
+    for layer, block_format in assignment.block_formats("weight").items():
         if block_format not in FORMAT_NAMES:
             raise FormatError(
                 f"target=llm_compressor does not hold {block_format} (first {layer}). "
                 f"It holds {', '.join(map(str, FORMAT_NAMES))}."
             )
-    config = COMPRESSED_TENSORS.config(assignment, False)
+    config = COMPRESSED_TENSORS.config(layers_of(assignment), left_in_bf16(assignment))
     lines = ["quant_stage:", "  quant_modifiers:", "    QuantizationModifier:"]
     lines += [f"      ignore: {json.dumps(config['ignore'])}", "      config_groups:"]
     for name, group in config["config_groups"].items():
@@ -71,13 +75,13 @@ def _modelopt(assignment: Assignment) -> str:
         element = block_format.element
         return {
             "num_bits": [element.exponent_bits, element.mantissa_bits],
-            "block_sizes": {"-1": 32, "type": "dynamic", "scale_bits": [8, 0]},
+            "block_sizes": {"-1": block_format.block_size, "type": "dynamic", "scale_bits": [8, 0]},
             "enable": True,
         }
 
     config: dict[str, Any] = {"*": {"enable": False}}
     inputs = assignment.block_formats("input")
-    for layer, block_format in quantized(assignment).items():
+    for layer, block_format in assignment.block_formats("weight").items():
         config[f"{layer}.weight_quantizer"] = quantizer(block_format)
         config[f"{layer}.input_quantizer"] = quantizer(inputs[layer])
     return json.dumps({"quant_cfg": config, "algorithm": None}, indent=1) + "\n"
@@ -86,14 +90,19 @@ def _modelopt(assignment: Assignment) -> str:
 def _auto_round(assignment: Assignment) -> str:
     layers: dict[str, Any] = {}
     inputs = assignment.block_formats("input")
-    for layer, block_format in quantized(assignment).items():
+    for layer, block_format in assignment.block_formats("weight").items():
         of_inputs = inputs[layer]
         layers[layer] = {
-            "bits": int(block_format.element_bits), "group_size": 32, "sym": True,
+            "bits": int(block_format.element_bits),
+            "group_size": block_format.block_size,
+            "sym": True,
             "data_type": AUTO_ROUND_TYPES[block_format.name],
-            "act_bits": int(of_inputs.element_bits), "act_group_size": 32, "act_sym": True,
-            "act_dynamic": True, "act_data_type": AUTO_ROUND_TYPES[of_inputs.name],
-        }  # fmt: skip
+            "act_bits": int(of_inputs.element_bits),
+            "act_group_size": of_inputs.block_size,
+            "act_sym": True,
+            "act_dynamic": True,
+            "act_data_type": AUTO_ROUND_TYPES[of_inputs.name],
+        }
     layers |= {name: {"bits": 16, "act_bits": 16} for name in left_in_bf16(assignment)}
     return json.dumps(layers, indent=1) + "\n"
 
@@ -101,7 +110,7 @@ def _auto_round(assignment: Assignment) -> str:
 def _llama_cpp(assignment: Assignment) -> str:
     _check_equal(assignment, "llama_cpp")
     lines = []
-    for layer, block_format in quantized(assignment).items():
+    for layer, block_format in assignment.block_formats("weight").items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", layer)
         if match is None or match[2] not in LLAMA_CPP_NAMES:
             raise FormatError(

@@ -13,15 +13,14 @@ Source: torchao 0.18, `prototype/mx_formats`, `prototype/safetensors`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
-from dmx.exporting.layouts import Layout, TensorSpec, describe_rules, left_in_bf16, quantized
+from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, describe_rules
 from dmx.exporting.packing import (
     FLOAT8,
     as_float8,
@@ -72,59 +71,64 @@ def _enum(kind: str, value: str) -> dict[str, str]:
 _EMULATED = _enum("KernelPreference", "EMULATED")
 
 
-def _scaling(assignment: Assignment, block_format: BlockFormat) -> dict[str, str]:
-    """Of the inputs: the weights are quantized already."""
-    return _enum("ScaleCalculationMode", assignment.rule("input", block_format).upper())
+def _scaling(layer: LayerPlan) -> dict[str, str]:
+    """Of the input: the weight is quantized already."""
+    assert layer.input_rule is not None
+    return _enum("ScaleCalculationMode", layer.input_rule.upper())
 
 
-def _config(assignment: Assignment, inputs: bool) -> dict[str, Any]:
-    layers = {
-        name: {
-            "_type": "MXDynamicActivationMXWeightConfig", "_version": 1,
-            "_data": {
-                "block_size": 32, "activation_dtype": _element(f), "weight_dtype": _element(f),
-                "kernel_preference": _EMULATED, "scaling_mode": _scaling(assignment, f),
-            },
-        }
-        for name, f in quantized(assignment).items()
-    }  # fmt: skip
+def _layer_config(layer: LayerPlan) -> dict[str, Any]:
+    data = {
+        "block_size": layer.weight.block_size,
+        "activation_dtype": _element(layer.weight),
+        "weight_dtype": _element(layer.weight),
+        "kernel_preference": _EMULATED,
+        "scaling_mode": _scaling(layer),
+    }
+    return {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": data}
+
+
+def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
+    by_name = {name: _layer_config(layer) for name, layer in layers.items()}
+    default = {
+        "_type": "FqnToConfig",
+        "_version": 1,
+        "_data": {"fqn_to_config": by_name, "module_fqn_to_config": by_name},
+    }
     return {
         "quant_method": "torchao",
-        "quant_type": {"default": {
-            "_type": "FqnToConfig", "_version": 1,
-            "_data": {"fqn_to_config": layers, "module_fqn_to_config": layers},
-        }},
-        "modules_to_not_convert": left_in_bf16(assignment),
+        "quant_type": {"default": default},
+        "modules_to_not_convert": list(kept),
         "include_input_output_embeddings": False,
         "untie_embedding_weights": False,
-    }  # fmt: skip
+    }
 
 
-def _metadata(assignment: Assignment, inputs: bool, names: list[str]) -> dict[str, str]:
+def _metadata(layers: Layers, names: Sequence[str]) -> dict[str, str]:
     """Header entries for every tensor of the model, `names` being those of the plain ones."""
     header = {name: json.dumps({"_type": "Tensor"}) for name in names}
-    for layer, block_format in quantized(assignment).items():
-        element = _element(block_format)
+    for name, layer in layers.items():
         of_inputs = {
-            "elem_dtype": element, "block_size": 32,
-            "scaling_mode": _scaling(assignment, block_format),
-            "kernel_preference": _EMULATED, "is_swizzled_scales": False,
-        }  # fmt: skip
-        header[f"{layer}.weight"] = json.dumps({
-            "_type": "MXTensor",
-            "_data": {
-                "elem_dtype": element, "block_size": 32,
-                "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
-                "kernel_preference": _EMULATED,
-                "act_quant_kwargs": {"_type": "QuantizeTensorToMXKwargs", "_data": of_inputs},
-                "is_swizzled_scales": False,
-            },
-            "_tensor_data_names": ["qdata", "scale"],
-        })  # fmt: skip
+            "elem_dtype": _element(layer.weight),
+            "block_size": layer.weight.block_size,
+            "scaling_mode": _scaling(layer),
+            "kernel_preference": _EMULATED,
+            "is_swizzled_scales": False,
+        }
+        data = {
+            "elem_dtype": _element(layer.weight),
+            "block_size": layer.weight.block_size,
+            "orig_dtype": {"_type": "torch.dtype", "_data": "bfloat16"},
+            "kernel_preference": _EMULATED,
+            "act_quant_kwargs": {"_type": "QuantizeTensorToMXKwargs", "_data": of_inputs},
+            "is_swizzled_scales": False,
+        }
+        entry = {"_type": "MXTensor", "_data": data, "_tensor_data_names": ["qdata", "scale"]}
+        header[f"{name}.weight"] = json.dumps(entry)
     return header | {"tensor_names": json.dumps(list(header))}
 
 
-def _check(assignment: Assignment, inputs: bool) -> None:
+def _check(layers: Layers, inputs: bool) -> None:
     if not inputs:
         raise FormatError(
             "target=torchao needs inputs=true: torchao multiplies MX weights by MX "
@@ -132,11 +136,20 @@ def _check(assignment: Assignment, inputs: bool) -> None:
         )
 
 
-def _input_rule(assignment: Assignment) -> str:
-    return f"{describe_rules(assignment, 'input')}, as in the assignment"
+def _input_rule(layers: Layers) -> str:
+    return f"{describe_rules(layers, 'input')}, as in the assignment"
 
 
 LAYOUT = Layout(
-    "torchao", ("torchao",), _specs, _encode, _decode, _config, _check, _input_rule,
-    exact_inputs=True, packed=False, metadata=_metadata,
-)  # fmt: skip
+    name="torchao",
+    packages=("torchao",),
+    specs=_specs,
+    encode=_encode,
+    decode=_decode,
+    config=_config,
+    check=_check,
+    input_rule=_input_rule,
+    exact_inputs=True,
+    packed=False,
+    metadata=_metadata,
+)

@@ -10,14 +10,13 @@ float32.
 
 import contextlib
 import copy
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dmx.applying.layers import apply, restore
-from dmx.assignment.assignment import Assignment
+from dmx.applying.apply import apply, restore
 from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
-from dmx.exporting.layouts import Layout, TensorSpec, layer_bytes, quantized
+from dmx.exporting.layouts import Layout, TensorSpec
+from dmx.exporting.plan import Plan
 from dmx.exporting.writing import read_headers
 
-MODULES = {"compressed-tensors": "compressed_tensors", "amd-quark": "quark", "torchao": "torchao"}
 KEPT_ROWS = 2
 DEFAULT_WINDOW = 32
 
@@ -57,13 +55,12 @@ class Verification:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
         return asdict(self)
 
 
-def check_files(
-    folder: Path, layout: Layout, assignment: Assignment, plain: dict[str, TensorSpec]
-) -> dict[str, int]:
-    """Compare the headers of the files with what the assignment asks for.
+def check_files(folder: Path, plan: Plan, plain: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """Compare the headers of the files with what was planned.
 
     Args:
         plain: name -> dtype and shape of the tensors that are stored unquantized.
@@ -74,22 +71,23 @@ def check_files(
     Raises:
         RunError: a tensor is missing, unknown or of another dtype or shape, or bytes differ.
     """
-    found = read_headers(folder)
-    expected = dict(plain)
-    stored = stated = 0
-    for layer, block_format in quantized(assignment).items():
-        shape = assignment.shapes[layer]
-        for name, spec in layout.specs(block_format, shape).items():
-            expected[f"{layer}.{name}"] = spec
-            stored += found[f"{layer}.{name}"].bytes if f"{layer}.{name}" in found else 0
-        stated += layer_bytes(block_format, shape)
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
+    assert plan.layout is not None
+    there = read_headers(folder)
+    quantized = {
+        f"{name}.{part}": spec
+        for name, layer in plan.layers.items()
+        for part, spec in plan.layout.specs(layer.weight, layer.shape).items()
+    }
+    expected = {**plain, **quantized}
+    for name in sorted(expected.keys() | there.keys()):
+        if expected.get(name) != there.get(name):
             raise RunError(
-                f"{folder}: tensor {name} is {found.get(name)}, the assignment asks for "
+                f"{folder}: tensor {name} is {there.get(name)}, the assignment asks for "
                 f"{expected.get(name)}. The export is wrong; please report it."
             )
-    if layout.packed and stored != stated:
+    stored = sum(there[name].bytes for name in quantized)
+    stated = sum(layer.bytes for layer in plan.layers.values())
+    if plan.layout.packed and stored != stated:
         raise RunError(
             f"{folder}: quantized tensors take {stored} bytes, bits_per_element says {stated}. "
             "The export is wrong; please report it."
@@ -103,40 +101,26 @@ def default_tokens(vocabulary: int) -> Tensor:
     return torch.randint(vocabulary, (KEPT_ROWS, DEFAULT_WINDOW), generator=generator)
 
 
-def check_packages(layout: Layout) -> None:
-    """Raise RunError unless the loader's packages are installed."""
-    missing = [p for p in layout.packages if importlib.util.find_spec(MODULES[p]) is None]
-    if missing:
-        raise RunError(
-            f"verify=true loads the files with {', '.join(layout.packages)}, and "
-            f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
-            "pip install -e '.[export]'), or set verify=false."
-        )
-
-
 def check_loading(
-    folder: Path,
-    layout: Layout,
-    model: nn.Module,
-    assignment: Assignment,
-    *,
-    inputs: bool,
-    tokens: Tensor | None = None,
+    folder: Path, plan: Plan, model: nn.Module, *, tokens: Tensor | None = None
 ) -> Verification:
     """Load the folder in a fresh process and compare.
 
     Args:
+        model: what was written, with the transform that its weights were written under.
         tokens: (rows, window) int64; None draws two short rows.
 
     Raises:
         RunError: the loader fails or complains, or logits differ where they must be equal.
     """
-    check_packages(layout)
+    layout = plan.layout
+    assert layout is not None
+    assignment = replace(plan.assignment, transform=None)
     if tokens is None:
         tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
     with as_loaded(model) as reference:
         device = str(next(reference.parameters()).device)
-        apply(reference, assignment, inputs=inputs, cache_weights=True)
+        apply(reference, assignment, inputs=plan.inputs, cache_weights=True)
         try:
             ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
         finally:
@@ -149,7 +133,7 @@ def check_loading(
             "please report it."
         )
     result = _compare(ours, theirs, report, layout, tokens)
-    if not result.equal and (not inputs or layout.exact_inputs):
+    if not result.equal and (not plan.inputs or layout.exact_inputs):
         raise RunError(
             f"{folder}: loaded in a fresh process, logits differ from the fake-quantized model's "
             f"by up to {result.max_difference:.3g} and must be equal. The export is wrong; please "
@@ -159,9 +143,12 @@ def check_loading(
 
 
 def _compare(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], report: dict[str, Any], layout: Layout,
+    ours: dict[str, Tensor],
+    theirs: dict[str, Tensor],
+    report: dict[str, Any],
+    layout: Layout,
     tokens: Tensor,
-) -> Verification:  # fmt: skip
+) -> Verification:
     largest = kl = 0.0
     count = 0
     for rows in zip(
@@ -193,10 +180,15 @@ def _load_elsewhere(
         job_file, out = Path(scratch, "job.json"), Path(scratch, "out.safetensors")
         save_file({"tokens": tokens.contiguous()}, str(Path(scratch, "tokens.safetensors")))
         job = {
-            "folder": str(folder), "tokens": str(Path(scratch, "tokens.safetensors")),
-            "device": device, "threads": torch.get_num_threads(), "attention": attention,
-            "kept": KEPT_ROWS, "packages": layout.packages, "out": str(out),
-        }  # fmt: skip
+            "folder": str(folder),
+            "tokens": str(Path(scratch, "tokens.safetensors")),
+            "device": device,
+            "threads": torch.get_num_threads(),
+            "attention": attention,
+            "kept": KEPT_ROWS,
+            "packages": layout.packages,
+            "out": str(out),
+        }
         job_file.write_text(json.dumps(job))
         # -P and another directory: nothing of this project is importable by accident.
         command = [sys.executable, "-P", str(_fresh_load.__file__), str(job_file)]

@@ -25,11 +25,18 @@ from dmx.exporting.layouts import TensorSpec
 from dmx.files import write_json
 
 DTYPE_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32", torch.int8: "I8",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
     torch.bool: "BOOL",
-}  # fmt: skip
+}
 INDEX_FILE = "model.safetensors.index.json"
 SPARE_BYTES = 64 * 2**20
 """Room for config, tokenizer and headers on top of the tensors."""
@@ -45,6 +52,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
+        """Of its tensors."""
         return sum(spec.bytes for spec in self.specs.values())
 
 
@@ -150,10 +158,8 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
     for part in parts:
         for name, spec in part.specs.items():
             end = place + spec.bytes
-            header[name] = {
-                "dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape),
-                "data_offsets": [place, end],
-            }  # fmt: skip
+            dtype, shape = DTYPE_NAMES[spec.dtype], list(spec.shape)
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}
             place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -164,8 +170,8 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
             tensors = part.make()
             for name, spec in part.specs.items():
                 tensor = tensors[name]
-                found = TensorSpec(tensor.dtype, tuple(tensor.shape))
-                assert found == spec, f"{name}: planned {spec}, made {found}"
+                made = TensorSpec(tensor.dtype, tuple(tensor.shape))
+                assert made == spec, f"{name}: planned {spec}, made {made}"
                 flat = tensor.detach().cpu().contiguous().flatten()
                 file.write(flat.view(torch.uint8).numpy().data)
             del tensors, tensor, flat  # before the next layer is made
@@ -176,12 +182,12 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
 def read_headers(folder: Path) -> dict[str, TensorSpec]:
     """name -> dtype and shape of every tensor of the safetensors files in a folder."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    found: dict[str, TensorSpec] = {}
+    specs: dict[str, TensorSpec] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
         for name, entry in header.items():
             if name != "__metadata__":
-                found[name] = TensorSpec(dtypes[entry["dtype"]], tuple(entry["shape"]))
-    return found
+                specs[name] = TensorSpec(dtypes[entry["dtype"]], tuple(entry["shape"]))
+    return specs

@@ -121,9 +121,15 @@ class _Format(ctypes.Structure):
 def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
     rule = SCALE_RULES.index(scale_rule)
     return _Format(
-        element.emin, element.emax, element.mantissa_bits, element.max_code, element.nan_block_code,
-        element.bits - 1, rule, element.max_normal,
-    )  # fmt: skip
+        element.emin,
+        element.emax,
+        element.mantissa_bits,
+        element.max_code,
+        element.nan_block_code,
+        element.bits - 1,
+        rule,
+        element.max_normal,
+    )
 
 
 @cache
@@ -149,11 +155,23 @@ def load_library() -> ctypes.CDLL:
     factor = ctypes.c_float
     library.dmx_cross_entropy.argtypes = [number, *[pointer] * 3, factor, pointer, *shape, number]
     library.dmx_kl.argtypes = [
-        number, number, *[pointer] * 3, factor, number, pointer, *shape, number
-    ]  # fmt: skip
+        number,
+        number,
+        *[pointer] * 3,
+        factor,
+        number,
+        pointer,
+        *shape,
+        number,
+    ]
     for function in (
-        "fake_quant", "quantize", "continuous", "continuous_backward", "cross_entropy", "kl"
-    ):  # fmt: skip
+        "fake_quant",
+        "quantize",
+        "continuous",
+        "continuous_backward",
+        "cross_entropy",
+        "kl",
+    ):
         getattr(library, f"dmx_{function}").restype = None
     return library
 
@@ -171,9 +189,14 @@ def fake_quant(
     target = out if direct and out is not None else torch.empty_like(last)
     rows, n, _blocks = rows_of(last)
     load_library().dmx_fake_quant(
-        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n,
-        ctypes.byref(_format(block_format.element, scale_rule)), _threads(x),
-    )  # fmt: skip
+        _DTYPE_CODES[x.dtype],
+        last.data_ptr(),
+        target.data_ptr(),
+        rows,
+        n,
+        ctypes.byref(_format(block_format.element, scale_rule)),
+        _threads(x),
+    )
     if direct:
         return target
     result = target.movedim(-1, axis)
@@ -188,18 +211,24 @@ def _codes(
     codes = torch.empty((*last.shape[:-1], width), dtype=torch.uint8)
     scale_codes = torch.empty((*last.shape[:-1], -(-n // BLOCK_SIZE)), dtype=torch.uint8)
     load_library().dmx_quantize(
-        _DTYPE_CODES[last.dtype], last.data_ptr(), codes.data_ptr(), scale_codes.data_ptr(),
-        rows, n, ctypes.byref(_format(element, scale_rule)), element.bits if packed else 8,
+        _DTYPE_CODES[last.dtype],
+        last.data_ptr(),
+        codes.data_ptr(),
+        scale_codes.data_ptr(),
+        rows,
+        n,
+        ctypes.byref(_format(element, scale_rule)),
+        element.bits if packed else 8,
         _threads(last),
-    )  # fmt: skip
+    )
     return codes, scale_codes
 
 
 def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     last = x.movedim(axis, -1).contiguous()
-    found = _codes(last, block_format.element, scale_rule, packed=False)
-    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in found)
+    parts = _codes(last, block_format.element, scale_rule, packed=False)
+    codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in parts)
     return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
 
 
@@ -228,9 +257,14 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> 
     target = out if direct and out is not None else torch.empty_like(last)
     rows, n, _blocks = rows_of(last)
     load_library().dmx_continuous(
-        _DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n, path.data_ptr(),
+        _DTYPE_CODES[x.dtype],
+        last.data_ptr(),
+        target.data_ptr(),
+        rows,
+        n,
+        path.data_ptr(),
         _threads(x),
-    )  # fmt: skip
+    )
     return target if direct or out is None else out.copy_(target)
 
 
@@ -247,15 +281,21 @@ def continuous_fake_quant_backward(
     sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
     grad_x = torch.empty_like(last) if needs_grad_x else None
     load_library().dmx_continuous_backward(
-        _DTYPE_CODES[x.dtype], above.data_ptr(), last.data_ptr(),
-        None if grad_x is None else grad_x.data_ptr(), sums.data_ptr(), rows, n, path.data_ptr(),
+        _DTYPE_CODES[x.dtype],
+        above.data_ptr(),
+        last.data_ptr(),
+        None if grad_x is None else grad_x.data_ptr(),
+        sums.data_ptr(),
+        rows,
+        n,
+        path.data_ptr(),
         _threads(x),
-    )  # fmt: skip
+    )
     return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)
 
 
 def cross_entropy_rows(
-    logits: Tensor, targets: Tensor, gradient: Tensor | None, scale: float
+    logits: Tensor, targets: Tensor, gradient: Tensor | None, factor: float
 ) -> Tensor:
     """See `dmx.numerics.cross_entropy_rows`; arguments are checked by the door.
 
@@ -267,15 +307,21 @@ def cross_entropy_rows(
     logits, targets = logits.contiguous(), targets.contiguous()
     losses = torch.empty(rows, dtype=torch.float32)
     load_library().dmx_cross_entropy(
-        _DTYPE_CODES[logits.dtype], logits.data_ptr(), targets.data_ptr(),
-        None if gradient is None else gradient.data_ptr(), scale, losses.data_ptr(), rows, n,
+        _DTYPE_CODES[logits.dtype],
+        logits.data_ptr(),
+        targets.data_ptr(),
+        None if gradient is None else gradient.data_ptr(),
+        factor,
+        losses.data_ptr(),
+        rows,
+        n,
         _threads(logits),
-    )  # fmt: skip
+    )
     return losses
 
 
 def kl_rows(
-    reference: Tensor, logits: Tensor, gradient: Tensor | None, scale: float, normalized: bool
+    reference: Tensor, logits: Tensor, gradient: Tensor | None, factor: float, normalized: bool
 ) -> Tensor:
     """See `dmx.numerics.kl_rows`; arguments are checked by the door. Probabilities below 2**-126
     count as 0."""
@@ -285,8 +331,16 @@ def kl_rows(
     logits, reference = logits.contiguous(), reference.contiguous()
     losses = torch.empty(rows, dtype=torch.float32)
     load_library().dmx_kl(
-        _DTYPE_CODES[logits.dtype], reference.dtype == torch.float32, reference.data_ptr(),
-        logits.data_ptr(), None if gradient is None else gradient.data_ptr(), scale, normalized,
-        losses.data_ptr(), rows, n, _threads(logits),
-    )  # fmt: skip
+        _DTYPE_CODES[logits.dtype],
+        reference.dtype == torch.float32,
+        reference.data_ptr(),
+        logits.data_ptr(),
+        None if gradient is None else gradient.data_ptr(),
+        factor,
+        normalized,
+        losses.data_ptr(),
+        rows,
+        n,
+        _threads(logits),
+    )
     return losses

@@ -31,10 +31,10 @@ class _RowLoss(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if reference is not None:
-            losses = ops.kl_rows(reference, logits, gradient=gradient, scale=1 / count)
+            losses = ops.kl_rows(reference, logits, gradient=gradient, factor=1 / count)
         else:
             assert targets is not None
-            losses = ops.cross_entropy_rows(logits, targets, gradient=gradient, scale=1 / count)
+            losses = ops.cross_entropy_rows(logits, targets, gradient=gradient, factor=1 / count)
         ctx.save_for_backward(gradient)
         return losses.sum() / count
 

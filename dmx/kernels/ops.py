@@ -272,7 +272,7 @@ def _check_rows(logits: Tensor, gradient: Tensor | None) -> None:
 
 @torch.no_grad()
 def cross_entropy_rows(
-    logits: Tensor, targets: Tensor, *, gradient: Tensor | None = None, scale: float = 1.0
+    logits: Tensor, targets: Tensor, *, gradient: Tensor | None = None, factor: float = 1.0
 ) -> Tensor:
     """Loss of each row and its gradient; see `dmx.numerics.cross_entropy_rows`."""
     _check_rows(logits, gradient)
@@ -283,10 +283,10 @@ def cross_entropy_rows(
         )
     backend = choose_backend(logits.device)
     if backend == "cpp":
-        return cpu.cross_entropy_rows(logits, targets, gradient, scale)
+        return cpu.cross_entropy_rows(logits, targets, gradient, factor)
     if backend == "triton":
-        return _triton_loss().cross_entropy_rows(logits, targets, gradient, scale)
-    return numerics.cross_entropy_rows(logits, targets, gradient=gradient, scale=scale)
+        return _triton_loss().cross_entropy_rows(logits, targets, gradient, factor)
+    return numerics.cross_entropy_rows(logits, targets, gradient=gradient, factor=factor)
 
 
 @torch.no_grad()
@@ -295,7 +295,7 @@ def kl_rows(
     logits: Tensor,
     *,
     gradient: Tensor | None = None,
-    scale: float = 1.0,
+    factor: float = 1.0,
     normalized: bool = False,
 ) -> Tensor:
     """KL(reference, model) of each row and its gradient; see `dmx.numerics.kl_rows`."""
@@ -306,12 +306,12 @@ def kl_rows(
         )
     backend = choose_backend(logits.device)
     if backend == "cpp":
-        return cpu.kl_rows(reference, logits, gradient, scale, normalized)
+        return cpu.kl_rows(reference, logits, gradient, factor, normalized)
     if backend == "triton":
         # The kernel normalizes as it goes, at no cost; log probabilities are logits, too.
-        return _triton_loss().kl_rows(reference, logits, gradient, scale)
+        return _triton_loss().kl_rows(reference, logits, gradient, factor)
     return numerics.kl_rows(
-        reference, logits, gradient=gradient, scale=scale, normalized=normalized
+        reference, logits, gradient=gradient, factor=factor, normalized=normalized
     )
 
 

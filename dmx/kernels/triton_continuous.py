@@ -74,9 +74,17 @@ def _forward_kernel(x_ptr, p_ptr, out_ptr, n, n_blocks, RAGGED: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["n", "n_blocks"])
 def _backward_kernel(
-    grad_ptr, x_ptr, p_ptr, grad_x_ptr, sums_ptr, n, n_blocks,
-    NEEDS_GRAD_X: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    grad_ptr,
+    x_ptr,
+    p_ptr,
+    grad_x_ptr,
+    sums_ptr,
+    n,
+    n_blocks,
+    NEEDS_GRAD_X: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     offsets, mask, _block, _in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0)
@@ -124,9 +132,16 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> 
         blocks, warps = FORWARD_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _forward_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last, parameters.contiguous(), target, n, n_blocks,
-                RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
+                last,
+                parameters.contiguous(),
+                target,
+                n,
+                n_blocks,
+                RAGGED=n % BLOCK_SIZE != 0,
+                BLOCKS=blocks,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
     return target if direct or out is None else out.copy_(target)
 
 
@@ -144,9 +159,17 @@ def continuous_fake_quant_backward(
     sums = torch.empty(programs, dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
         _backward_kernel[(programs,)](
-            grad.contiguous(), last, parameters.contiguous(),
-            last if grad_x is None else grad_x, sums, n, n_blocks,
-            NEEDS_GRAD_X=needs_grad_x, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
-            num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
+            grad.contiguous(),
+            last,
+            parameters.contiguous(),
+            last if grad_x is None else grad_x,
+            sums,
+            n,
+            n_blocks,
+            NEEDS_GRAD_X=needs_grad_x,
+            RAGGED=n % BLOCK_SIZE != 0,
+            BLOCKS=blocks,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
     return grad_x, sums.sum()

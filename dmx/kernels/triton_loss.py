@@ -16,9 +16,15 @@ TILE, WARPS = 4096, 8
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, targets_ptr, losses_ptr, gradient_ptr, n, scale,
-    NEEDS_GRADIENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    gradient_ptr,
+    n,
+    scale,
+    NEEDS_GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * n
     gradient_ptr += row * n
@@ -50,9 +56,15 @@ def _cross_entropy_kernel(
 
 @triton.jit
 def _kl_kernel(
-    reference_ptr, logits_ptr, losses_ptr, gradient_ptr, n, scale,
-    NEEDS_GRADIENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    reference_ptr,
+    logits_ptr,
+    losses_ptr,
+    gradient_ptr,
+    n,
+    scale,
+    NEEDS_GRADIENT: tl.constexpr,
+    TILE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     reference_ptr += row * n
     logits_ptr += row * n
@@ -93,7 +105,7 @@ def _kl_kernel(
 
 
 def cross_entropy_rows(
-    logits: Tensor, targets: Tensor, gradient: Tensor | None, scale: float
+    logits: Tensor, targets: Tensor, gradient: Tensor | None, factor: float
 ) -> Tensor:
     """See `dmx.numerics.cross_entropy_rows`; arguments are checked by the door."""
     logits = logits.contiguous()
@@ -101,24 +113,36 @@ def cross_entropy_rows(
     if losses.numel():
         with torch.cuda.device_of(logits):
             _cross_entropy_kernel[(logits.shape[0],)](
-                logits, targets.contiguous(), losses,
-                logits if gradient is None else gradient, logits.shape[1], scale,
-                NEEDS_GRADIENT=gradient is not None, TILE=TILE, num_warps=WARPS,
-            )  # fmt: skip
+                logits,
+                targets.contiguous(),
+                losses,
+                logits if gradient is None else gradient,
+                logits.shape[1],
+                factor,
+                NEEDS_GRADIENT=gradient is not None,
+                TILE=TILE,
+                num_warps=WARPS,
+            )
     return losses
 
 
-def kl_rows(reference: Tensor, logits: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
+def kl_rows(reference: Tensor, logits: Tensor, gradient: Tensor | None, factor: float) -> Tensor:
     """See `dmx.numerics.kl_rows`; arguments are checked by the door."""
     reference, logits = reference.contiguous(), logits.contiguous()
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     if losses.numel():
         with torch.cuda.device_of(logits):
             _kl_kernel[(logits.shape[0],)](
-                reference, logits, losses, logits if gradient is None else gradient,
-                logits.shape[1], scale,
-                NEEDS_GRADIENT=gradient is not None, TILE=TILE, num_warps=WARPS,
-            )  # fmt: skip
+                reference,
+                logits,
+                losses,
+                logits if gradient is None else gradient,
+                logits.shape[1],
+                factor,
+                NEEDS_GRADIENT=gradient is not None,
+                TILE=TILE,
+                num_warps=WARPS,
+            )
     return losses
 
 
@@ -147,6 +171,12 @@ def add_fisher(grad: Tensor, exact: Tensor, quantized: Tensor, sums: Tensor) -> 
     if grad.numel():
         with torch.cuda.device_of(grad):
             _fisher_kernel[(sums.numel(),)](
-                grad.contiguous(), exact.contiguous(), quantized.contiguous(), sums,
-                grad.numel(), PROGRAMS=sums.numel(), TILE=2048, num_warps=8,
-            )  # fmt: skip
+                grad.contiguous(),
+                exact.contiguous(),
+                quantized.contiguous(),
+                sums,
+                grad.numel(),
+                PROGRAMS=sums.numel(),
+                TILE=2048,
+                num_warps=8,
+            )

@@ -68,10 +68,19 @@ def scale_exponent(
 
 @triton.jit(do_not_specialize=["n", "n_blocks"])
 def _fake_quant_kernel(
-    x_ptr, out_ptr, n, n_blocks,
-    EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, MAX_NORMAL: tl.constexpr,
-    TOP_MANTISSA: tl.constexpr, RULE: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    n,
+    n_blocks,
+    EMIN: tl.constexpr,
+    EMAX: tl.constexpr,
+    M: tl.constexpr,
+    MAX_NORMAL: tl.constexpr,
+    TOP_MANTISSA: tl.constexpr,
+    RULE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     offsets, mask, _block, _in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
@@ -91,11 +100,23 @@ def _fake_quant_kernel(
 
 @triton.jit(do_not_specialize=["n", "n_blocks"])
 def _quantize_kernel(
-    x_ptr, codes_ptr, scale_ptr, n, n_blocks,
-    EMIN: tl.constexpr, EMAX: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
-    MAX_CODE: tl.constexpr, NAN_CODE: tl.constexpr, TOP_MANTISSA: tl.constexpr,
-    RULE: tl.constexpr, PACKED: tl.constexpr, RAGGED: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    n,
+    n_blocks,
+    EMIN: tl.constexpr,
+    EMAX: tl.constexpr,
+    M: tl.constexpr,
+    BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    NAN_CODE: tl.constexpr,
+    TOP_MANTISSA: tl.constexpr,
+    RULE: tl.constexpr,
+    PACKED: tl.constexpr,
+    RAGGED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     offsets, mask, block, in_range = block_offsets(n, n_blocks, RAGGED, BLOCKS)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
@@ -166,19 +187,32 @@ def fake_quant_to(
         blocks, warps = FAKE_QUANT_TILE[x.element_size()]
         with torch.cuda.device(x.device):
             _fake_quant_kernel[(triton.cdiv(n_blocks, blocks),)](
-                x, out, n, n_blocks,
-                EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits,
-                MAX_NORMAL=element.max_normal, TOP_MANTISSA=top_mantissa(element),
-                RULE=scale_rule, RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks,
-                num_warps=warps, enable_fp_fusion=False,
-            )  # fmt: skip
+                x,
+                out,
+                n,
+                n_blocks,
+                EMIN=element.emin,
+                EMAX=element.emax,
+                M=element.mantissa_bits,
+                MAX_NORMAL=element.max_normal,
+                TOP_MANTISSA=top_mantissa(element),
+                RULE=scale_rule,
+                RAGGED=n % BLOCK_SIZE != 0,
+                BLOCKS=blocks,
+                num_warps=warps,
+                enable_fp_fusion=False,
+            )
     return out
 
 
 def _launch_quantize(
-    last: Tensor, codes: Tensor, scale_codes: Tensor, element: ElementFormat,
-    scale_rule: ScaleRule, packed: bool,
-) -> None:  # fmt: skip
+    last: Tensor,
+    codes: Tensor,
+    scale_codes: Tensor,
+    element: ElementFormat,
+    scale_rule: ScaleRule,
+    packed: bool,
+) -> None:
     _rows, n, n_blocks = rows_of(last)
     if not n_blocks:
         return
@@ -186,12 +220,24 @@ def _launch_quantize(
     options: dict[str, Any] = {"num_warps": warps, "enable_fp_fusion": False}
     with torch.cuda.device(last.device):
         _quantize_kernel[(triton.cdiv(n_blocks, blocks),)](
-            last, codes, scale_codes, n, n_blocks,
-            EMIN=element.emin, EMAX=element.emax, M=element.mantissa_bits, BITS=element.bits,
-            MAX_CODE=element.max_code, NAN_CODE=element.nan_block_code,
-            TOP_MANTISSA=top_mantissa(element), RULE=scale_rule, PACKED=packed,
-            RAGGED=n % BLOCK_SIZE != 0, BLOCKS=blocks, **options,
-        )  # fmt: skip
+            last,
+            codes,
+            scale_codes,
+            n,
+            n_blocks,
+            EMIN=element.emin,
+            EMAX=element.emax,
+            M=element.mantissa_bits,
+            BITS=element.bits,
+            MAX_CODE=element.max_code,
+            NAN_CODE=element.nan_block_code,
+            TOP_MANTISSA=top_mantissa(element),
+            RULE=scale_rule,
+            PACKED=packed,
+            RAGGED=n % BLOCK_SIZE != 0,
+            BLOCKS=blocks,
+            **options,
+        )
 
 
 def _empty_scales(last: Tensor) -> Tensor:

@@ -49,14 +49,14 @@ def _row_chunks(logits: Tensor) -> Iterator[slice]:
 
 
 def cross_entropy_rows(
-    logits: Tensor, targets: Tensor, *, gradient: Tensor | None = None, scale: float = 1.0
+    logits: Tensor, targets: Tensor, *, gradient: Tensor | None = None, factor: float = 1.0
 ) -> Tensor:
     """-log p(target) of each row, nats.
 
     Args:
         logits: (rows, vocab), fp32, bf16 or fp16; computed in float32.
         targets: (rows,) int64; a negative one marks a row that does not count: loss and gradient 0.
-        gradient: receives `scale` times the loss's gradient by the logits; like `logits`.
+        gradient: receives `factor` times the loss's gradient by the logits; like `logits`.
 
     Returns:
         (rows,) float32.
@@ -70,7 +70,7 @@ def cross_entropy_rows(
         if gradient is not None:
             p = log_p.exp_()
             p.scatter_add_(-1, index, torch.full_like(index, -1, dtype=torch.float32))
-            gradient[part] = torch.where(counted, p.mul_(scale), 0.0)
+            gradient[part] = torch.where(counted, p.mul_(factor), 0.0)
     return losses
 
 
@@ -79,14 +79,14 @@ def kl_rows(
     logits: Tensor,
     *,
     gradient: Tensor | None = None,
-    scale: float = 1.0,
+    factor: float = 1.0,
     normalized: bool = False,
 ) -> Tensor:
     """KL(reference, model) of each row, nats; where the reference's probability is 0, the term is.
 
     Args:
         reference, logits: (rows, vocab) logits, fp32, bf16 or fp16; computed in float32.
-        gradient: receives `scale` times the gradient by `logits`; like `logits`.
+        gradient: receives `factor` times the gradient by `logits`; like `logits`.
         normalized: `reference` already holds log probabilities, which spares computing them again.
 
     Returns:
@@ -102,7 +102,7 @@ def kl_rows(
         terms = (log_q - log_p).mul_(q)
         losses[part] = terms.masked_fill_(q == 0, 0.0).sum(-1)
         if gradient is not None:
-            gradient[part] = log_p.exp_().sub_(q).mul_(scale)
+            gradient[part] = log_p.exp_().sub_(q).mul_(factor)
     return losses
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.applying.layers import is_applied
+from dmx.applying.apply import is_applied
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dmx.applying.layers import QuantLinear, apply, quantized_layers, restore
+from dmx.applying.apply import apply, restore
+from dmx.applying.linear import QuantLinear, quantized_layers
 from dmx.applying.stored import StoredWeight, from_tensors, to_bytes, to_tensors
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batches_sha256, list_batches

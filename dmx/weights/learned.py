@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmx.applying.layers import is_applied
+from dmx.applying.apply import is_applied
 from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order, batches_sha256, list_batches

@@ -49,7 +49,7 @@ class _HeadKL(torch.autograd.Function):
             full = F.linear(reference[part], weight, bias)
             # The gradient takes the place of the logits.
             gradient = logits if needs_gradient else None
-            total += ops.kl_rows(full, logits, gradient=gradient, scale=1 / rows).sum()
+            total += ops.kl_rows(full, logits, gradient=gradient, factor=1 / rows).sum()
             if by_hidden is not None:
                 torch.mm(logits, weight, out=by_hidden[part])
         ctx.save_for_backward(by_hidden)

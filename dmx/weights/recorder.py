@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmx.applying.layers import QuantLinear
+from dmx.applying.linear import QuantLinear
 from dmx.formats import BlockFormat
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dmx.applying.layers import QuantLinear, quantized_layers
+from dmx.applying.linear import QuantLinear, quantized_layers
 from dmx.errors import ModelError
 from dmx.models.replay import PrefixReplay, decoder_blocks
 from dmx.models.running import model_logits

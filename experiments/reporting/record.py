@@ -6,8 +6,8 @@ and whether two results must be alike in it to be compared. Grouping, labels, ta
 comparisons walk over `dataclasses.fields`, so that another dimension is one more field here. Labels are
 made from methods and never read back.
 
-Files are read strictly: a key that is missing or unknown, or a value of another type, is a RunError
-with the file and the key.
+Files are read strictly: a key that is unknown, or missing where there is no default, or a value of
+another type, is a RunError with the file and the key.
 """
 
 from __future__ import annotations
@@ -88,8 +88,18 @@ def _option(options: list[Any], value: Any) -> Any:
     return next((o for o in plain if type(value) is o), options[0])
 
 
+def _lacking(fields: Mapping[str, dataclasses.Field[Any]], body: Mapping[str, Any]) -> list[str]:
+    """Fields without a default that an object of JSON does not have."""
+    absent = dataclasses.MISSING
+    needed = [n for n, f in fields.items() if f.default is absent and f.default_factory is absent]
+    return [name for name in needed if name not in body]
+
+
 class Stored:
-    """A dataclass that becomes plain values of JSON and comes back from them."""
+    """A dataclass that becomes plain values of JSON and comes back from them.
+
+    A field that a later version adds has a default: what results of before its time have.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts and lists, every field included."""
@@ -106,14 +116,14 @@ class Stored:
         """
         if not isinstance(body, Mapping):
             raise RunError(f"{where} is {body!r:.80}, expected an object")
-        hints, names = get_type_hints(cls), [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-        missing, unknown = [n for n in names if n not in body], sorted(set(body) - set(names))
+        hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        missing, unknown = _lacking(fields, body), sorted(set(body) - set(fields))
         if missing or unknown:
             raise RunError(
                 f"{where}: {cls.__name__} misses keys {missing}, has unknown keys {unknown}. It was "
                 "written by another version or edited: run the command again."
             )
-        return cls(**{name: _read(hints[name], body[name], f"{where}.{name}") for name in names})
+        return cls(**{name: _read(hints[name], body[name], f"{where}.{name}") for name in body})
 
     @classmethod
     def tells_apart(cls) -> set[str]:
@@ -531,6 +541,8 @@ class Record(Stored):
     results: tuple[Row | TrainingRow, ...]
     verdict: Verdict | None
     warnings: tuple[str, ...]
+    pace: Mapping[str, Any] | None = None
+    """Work of a search in plain training steps, expected and done; where it was asked for."""
     export: ExportFacts | None = None
     comparison: tuple[RecipeComparison, ...] | None = None
 

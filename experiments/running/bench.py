@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mor
-from dmx.applying.layers import restore
+from dmx.applying.apply import restore
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
 from dmx.data import DataPair, check_window, encode, load_text, token_batches

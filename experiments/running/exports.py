@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.data import Text, encode
-from dmx.exporting import Exported, check_export, check_new, check_target
+from dmx.exporting import Exported, Plan, check_model, check_new, make_plan, write_plan
 from dmx.formats import BF16
 from dmx.models import ModelConfig, load_model, meta_model
 
@@ -20,7 +19,7 @@ from .provenance import windows_facts
 from .rows import Losses, make_row, method_of
 from .run import Run
 from .settings import ConfigError
-from .sources import Source, read_source
+from .sources import read_source
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Export:
 
     def check(
         self, model: ModelConfig, assignment: str, folder: str | None, run_folder: str
-    ) -> Source:
+    ) -> Plan:
         """Refuse what cannot be exported before weights load.
 
         Raises:
@@ -57,14 +56,15 @@ class Export:
             )
         if folder and not Path(run_folder, "record.json").exists():
             check_new(Path(folder))
-        if isinstance(source.given, Assignment):
-            check_target(source.given, **self._target)
+        given = source.given if isinstance(source.given, Assignment) else None
+        plan = None if given is None else make_plan(given, **self._target)
         meta = meta_model(model)
-        check_export(meta, source.on(meta), Path(folder or run_folder), **self._target)
-        return source
+        plan = plan or make_plan(source.on(meta), **self._target)
+        check_model(plan, meta, Path(folder or run_folder))
+        return plan
 
     def write(
-        self, run: Run, model: ModelConfig, source: Source, text: Text | None, folder: str | None
+        self, run: Run, model: ModelConfig, plan: Plan, text: Text | None, folder: str | None
     ) -> Exported:
         """The files, and all that the run's record says but its verdict.
 
@@ -77,11 +77,11 @@ class Export:
             shutil.rmtree(target, ignore_errors=True)  # of a start that died before its record
         loaded = load_model(model, run.device)
         tokens = None if text is None else self._windows(encode(loaded.tokenizer, text))
-        assignment = source.on(loaded.model)
-        done = dmx.export(
-            loaded.model, assignment, target, tokenizer=loaded.tokenizer, tokens=tokens,
-            max_shard_bytes=int(self.max_shard_gigabytes * 1e9), **self._target,
+        shard = int(self.max_shard_gigabytes * 1e9)
+        done = write_plan(
+            plan, loaded.model, target, tokenizer=loaded.tokenizer, tokens=tokens, max_shard_bytes=shard,
         )  # fmt: skip
+        assignment = plan.assignment
         # After the export, so that one that fails leaves a folder which a corrected command may use.
         assignment.save(run.path("assignment.json"))
         run.model = ModelFacts.from_dict(loaded.provenance, "model")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dmx.applying.layers import Safety, apply, restore
+from dmx.applying.apply import Safety, apply, restore
 from dmx.assignment.assignment import Assignment
 from dmx.evaluate.perplexity import window_losses
 from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot

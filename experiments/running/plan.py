@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dmx.assignment.budget import Budget
-from dmx.formats import MX_FORMATS, BitUnit, check_choice
+from dmx.formats import MX_FORMATS, BitUnit, BlockFormat, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import SEARCHES
@@ -132,7 +132,10 @@ class Comparison:
         uniform = self.settings
         if uniform.learns_rotation:  # by each search anew; uniform rows have what they start from
             uniform = dataclasses.replace(uniform, transform="hadamard_block")
-        measure_baselines(bench, baselines, uniform)
+        if "bf16" in baselines:
+            bench.unquantized()
+        for block_format in uniform_formats(baselines):
+            bench.uniform(block_format, uniform)
         # The search that learns rotations first: at each budget and seed the others take its.
         learner = self.learner
         searches = sorted(self.searches, key=lambda asked: asked != learner)
@@ -149,32 +152,48 @@ class Comparison:
             )  # fmt: skip
 
 
-def measure_baselines(bench: Bench, baselines: Sequence[str], uniform: SearchConfig) -> None:
-    """Rows of bf16 and of every MX format, where asked."""
-    if "bf16" in baselines:
-        bench.unquantized()
-    if "uniform" in baselines:
-        for block_format in MX_FORMATS:
-            bench.uniform(block_format, uniform)
+@dataclass(frozen=True)
+class SearchPlan:
+    """One search and what stands beside it."""
 
+    search: SearchConfig
+    budget: Budget
+    baselines: Sequence[str]
+    """bf16, uniform (every MX format) or names of MX formats, heuristics."""
+    weights: str
+    """nearest | gptq"""
+    quantized: Sequence[str]
+    """Of each assignment: W+A, W."""
 
-def measure_search(
-    bench: Bench, search: SearchConfig, budget: Budget, baselines: Sequence[str]
-) -> None:
-    """Rows of one search and of what stands beside it; the search is the last one, unless the others
-    have the rotations that it learns."""
-    shared = search
-    if search.learns_rotation:
-        if "bf16" in baselines:
+    @property
+    def measured_alone(self) -> list[str]:
+        """Rows without a search."""
+        full = ["bf16"] if "bf16" in self.baselines else []
+        return [*full, *(f.name for f in uniform_formats(self.baselines))]
+
+    @property
+    def opponents(self) -> list[str]:
+        """Heuristics beside the search."""
+        return [n for n in HEURISTICS if n in self.baselines and n != self.search.name]
+
+    def measure(self, bench: Bench) -> None:
+        """The rows; the search is the last one, unless the others have the rotations that it learns."""
+        if "bf16" in self.baselines:
             bench.unquantized()
-            baselines = [name for name in baselines if name != "bf16"]
-        bench.searched(search, budget, name="assignment")
-        learned = bench.run.path("transform.safetensors")
-        shared = dataclasses.replace(search, transform_file=str(learned))
-    measure_baselines(bench, baselines, shared)
-    for name in HEURISTICS:
-        if name in baselines and search.name != name:
+        shared = self.search
+        if self.search.learns_rotation:
+            bench.searched(self.search, self.budget, name="assignment")
+            learned = bench.run.path("transform.safetensors")
+            shared = dataclasses.replace(self.search, transform_file=str(learned))
+        for block_format in uniform_formats(self.baselines):
+            bench.uniform(block_format, shared)
+        for name in self.opponents:
             opponent = dataclasses.replace(shared, name=name, polish_rounds=0)
-            bench.searched(opponent, budget, name=name)
-    if not search.learns_rotation:
-        bench.searched(search, budget, name="assignment")
+            bench.searched(opponent, self.budget, name=name)
+        if not self.search.learns_rotation:
+            bench.searched(self.search, self.budget, name="assignment")
+
+
+def uniform_formats(baselines: Sequence[str]) -> list[BlockFormat]:
+    """Formats that are measured everywhere alike: every MX format, or those that are named."""
+    return [f for f in MX_FORMATS if {"uniform", f.name} & set(baselines)]

@@ -75,6 +75,7 @@ class Run:
         self.data: dict[str, TextFacts] = {}
         self.export: ExportFacts | None = None
         self.comparison: list[RecipeComparison] | None = None
+        self.pace: dict[str, Any] | None = None
         self.actual: dict[str, Any] = {}
         self._caught = warnings.catch_warnings()
 
@@ -154,6 +155,7 @@ class Run:
             results=tuple(self.rows),
             verdict=verdict,
             warnings=tuple(self.warnings),
+            pace=self.pace,
             export=self.export,
             comparison=None if self.comparison is None else tuple(self.comparison),
         )

@@ -9,15 +9,15 @@ import torch
 
 from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
-from dmx.formats import check_choice
+from dmx.formats import MX_FORMATS, check_choice
 
 from ..reporting.record import HEURISTICS, QUANTIZED
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Of a clone beside `experiments`, of an installed package inside it."""
 SAFETY = ("off", "calibrated")
-BASELINES = ("bf16", "uniform", *HEURISTICS)
-"""Of a search; the first two of a comparison."""
+BASELINES = ("bf16", "uniform", *HEURISTICS, *map(str, MX_FORMATS))
+"""Of a search; the first two of a comparison. uniform is every MX format, a name that one."""
 
 
 class ConfigError(DmxError):

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import dmx
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
@@ -20,9 +20,13 @@ def made(model, choice=(0, 1), scale_rules="floor", **options):
     space = build_space(model, get_family("mxfp6_mxfp4").formats, **options)
     choice = [choice[i % len(choice)] for i in range(len(space.units))]
     return make_assignment(
-        space, choice, model, budget=Budget(5.5), search=SearchFacts(name="x", seed=3),
+        space,
+        choice,
+        model,
+        budget=Budget(5.5),
+        search=SearchFacts(name="x", seed=3),
         scale_rules=scale_rules,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -43,9 +47,20 @@ def test_a_saved_assignment_loads_equal(assignment, tmp_path):
 
 def test_the_file_has_the_keys_of_the_schema_in_order(body, tiny_random):
     assert list(body) == [
-        "schema", "model", "formats", "input_formats", "shapes", "unquantized", "units",
-        "scale_rules", "transform", "weights", "bits", "budget", "search",
-    ]  # fmt: skip
+        "schema",
+        "model",
+        "formats",
+        "input_formats",
+        "shapes",
+        "unquantized",
+        "units",
+        "scale_rules",
+        "transform",
+        "weights",
+        "bits",
+        "budget",
+        "search",
+    ]
     assert body["schema"] == SCHEMA == "dmx.assignment/2"
     assert body["model"]["architecture_sha256"] == architecture_sha256(tiny_random.model.config)
     assert body["unquantized"] == ["lm_head"] and body["input_formats"] is None
@@ -129,15 +144,24 @@ FIRST = {
     "formats": {"a": "mxfp4", "b": "mxfp6"},
     "input_formats": {"a": "mxfp8_e4m3", "b": "mxfp6_e2m3"},
     "shapes": {"a": [32, 64], "b": [32, 64]},
-    "unquantized": ["lm_head"], "units": "layer", "scale_rule": "even", "transform": None,
+    "unquantized": ["lm_head"],
+    "units": "layer",
+    "scale_rule": "even",
+    "transform": None,
     "rounding": {"name": "gptq", "file": "rounding.safetensors", "sha256": "0" * 64},
     "bits": {"element_bits": 6.0, "bits_per_element": 6.25, "whole_model_bits_per_element": 7.0},
     "budget": {"limit": 6.0, "unit": "element_bits"},
     "search": {
-        "name": "fisher", "family": "mxfp8_mxfp6_mxfp4", "seed": 0, "polish_rounds": 8,
-        "weighting": "elements", "operands": "separate", "kl": 0.25, "seconds": 3.5,
+        "name": "fisher",
+        "family": "mxfp8_mxfp6_mxfp4",
+        "seed": 0,
+        "polish_rounds": 8,
+        "weighting": "elements",
+        "operands": "separate",
+        "kl": 0.25,
+        "seconds": 3.5,
     },
-}  # fmt: skip
+}
 """A file as it was written before schema 2."""
 
 
@@ -152,9 +176,14 @@ def test_a_file_of_the_first_schema_loads_in_the_words_of_the_second(tmp_path):
     }
     assert loaded.weights == FIRST["rounding"]
     assert loaded.search == SearchFacts(
-        name="fisher", family="mxfp8_mxfp6_mxfp4", seed=0, polish_rounds=8, choices="separate",
-        kl=0.25, seconds=3.5,
-    )  # fmt: skip
+        name="fisher",
+        family="mxfp8_mxfp6_mxfp4",
+        seed=0,
+        polish_rounds=8,
+        choices="separate",
+        kl=0.25,
+        seconds=3.5,
+    )
     path.write_text(json.dumps({k: v for k, v in FIRST.items() if k != "rounding"}))
     with pytest.raises(AssignmentError, match=r"missing keys \['weights'\]"):
         Assignment.load(path)

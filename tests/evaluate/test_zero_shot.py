@@ -145,7 +145,7 @@ def test_a_model_is_left_as_it_was(asked, tiny_random):
     dmx.apply(model, mxfp4(model))
     model.train()
     asked.evaluate(model)
-    layers = dmx.applying.layers.quantized_layers(model).values()
+    layers = dmx.applying.linear.quantized_layers(model).values()
     assert model.training and not any(x.cache_weights or x._cached is not None for x in layers)
     dmx.restore(model)
     assert asked.evaluate(model) == plain

@@ -111,7 +111,7 @@ def test_a_missing_metric_has_its_reason():
         (lambda body: body.update(schema="dmx.record/1"), r"schema is 'dmx\.record/1'.*Run the com"),
         (lambda body: body.pop("seed"), r"Record misses keys \['seed'\]"),
         (lambda body: body["results"][0].update(label="x"), r"results\[0\].*unknown keys \['label'\]"),
-        (lambda body: body["results"][0]["method"].pop("net"), r"method: Method misses keys \['net'\]"),
+        (lambda body: body["results"][0].pop("nll"), r"results\[0\]: Row misses keys \['nll'\]"),
         (lambda body: body["results"][0].update(nll="1"), r"results\[0\]\.nll is '1', expected float"),
         (lambda body: body["results"][0]["method"].update(polish=1), r"polish is 1, expected bool"),
         (lambda body: body.update(device="cpu"), r"device is 'cpu', expected an object"),
@@ -150,6 +150,9 @@ def test_another_dimension_is_one_field(monkeypatch, tmp_path):
     )
     saved = record(row(plain), row(salted), row(kl))
     assert Record.load(saved.save(tmp_path / "record.json")) == saved
+    old = saved.to_dict()
+    del old["results"][0]["method"]["salt"]
+    assert Record.from_dict(old, "of before its time") == saved
     assert (salted.label, salted.short_label) == ("dMX + sea salt", "dMX")
     assert salted.titles()["salt"] == "salt sea" and salted.table != plain.table
     assert salted.kind == kl.kind != plain.kind and salted.bare() == plain

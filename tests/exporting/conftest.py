@@ -12,12 +12,11 @@ from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.exporting import _fresh_load, verify
 from dmx.exporting.compressed_tensors import FORMAT_NAMES
+from dmx.exporting.layouts import MODULES
 from dmx.exporting.quark import DTYPES
 from dmx.formats import MX_FORMATS, MXFP4, MXFP8_E4M3
 
-HELD = {
-    "compressed_tensors": tuple(FORMAT_NAMES), "quark": tuple(DTYPES), "torchao": MX_FORMATS
-}  # fmt: skip
+HELD = {"compressed_tensors": tuple(FORMAT_NAMES), "quark": tuple(DTYPES), "torchao": MX_FORMATS}
 VLLM = (MXFP4, MXFP8_E4M3)
 
 
@@ -35,7 +34,7 @@ def unequal(model, formats=VLLM):
 
 
 def needs(package):
-    module = verify.MODULES[package]
+    module = MODULES[package]
     return pytest.mark.skipif(
         importlib.util.find_spec(module) is None,
         reason=f"needs {package}: pip install -e '.[export]'",
@@ -61,9 +60,13 @@ def _loader():
     loader's package takes to import (amd-quark twenty seconds) is paid once."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _WORKER, _fresh_load.__file__],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        cwd="/", env=verify.environment(),
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd="/",
+        env=verify.environment(),
+    )
     yield process
     process.kill()
     process.communicate()

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import dmx
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS
-from dmx.exporting import exporter
+from dmx.exporting import make_plan
 from dmx.exporting._fresh_load import rows_of
-from dmx.exporting.layouts import layer_bytes, quantized
+from dmx.exporting.layouts import layers_of
+from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
@@ -36,9 +37,13 @@ def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
     assignment = mixed(loaded.model, HELD["compressed_tensors"])
     before = {k: v.clone() for k, v in loaded.model.state_dict().items()}
     done = export(
-        loaded.model, assignment, tmp_path / "out", "compressed_tensors",
-        tokenizer=loaded.tokenizer, max_shard_bytes=40_000,
-    )  # fmt: skip
+        loaded.model,
+        assignment,
+        tmp_path / "out",
+        "compressed_tensors",
+        tokenizer=loaded.tokenizer,
+        max_shard_bytes=40_000,
+    )
     assert done.profile == "transformers" and done.verification.equal
     assert done.verification.max_difference == 0.0
     index = json.loads((done.folder / "model.safetensors.index.json").read_text())
@@ -61,8 +66,9 @@ def test_compressed_tensors_equals_the_fake_quantized_model(
 ):
     loaded = make_tiny(architecture, dtype="bfloat16")
     for name, formats, units in (
-        ("vllm", VLLM, "fused"), ("transformers", HELD["compressed_tensors"], "layer")
-    ):  # fmt: skip
+        ("vllm", VLLM, "fused"),
+        ("transformers", HELD["compressed_tensors"], "layer"),
+    ):
         assignment = mixed(loaded.model, formats, units)
         done = export(loaded.model, assignment, tmp_path / name, "compressed_tensors")
         assert done.profile == name and done.verification.equal
@@ -74,9 +80,7 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
 ):
     loaded = make_tiny("qwen3", dtype="bfloat16")
     assignment = mixed(loaded.model, VLLM)
-    done = export(
-        loaded.model, assignment, tmp_path / "out", "compressed_tensors", inputs=True
-    )  # fmt: skip
+    done = export(loaded.model, assignment, tmp_path / "out", "compressed_tensors", inputs=True)
     found = done.verification
     assert not found.equal and 0 < found.max_difference < 0.5 and 0 < found.kl < 1e-2
     facts = json.loads((done.folder / "dmx_export.json").read_text())
@@ -88,9 +92,13 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
 def test_torchao_loads_all_five_formats_in_a_fresh_process(make_tiny, tmp_path):
     loaded = make_tiny("qwen2", dtype="bfloat16")
     done = export(
-        loaded.model, mixed(loaded.model, HELD["torchao"]), tmp_path / "out", "torchao",
-        inputs=True, max_shard_bytes=40_000,
-    )  # fmt: skip
+        loaded.model,
+        mixed(loaded.model, HELD["torchao"]),
+        tmp_path / "out",
+        "torchao",
+        inputs=True,
+        max_shard_bytes=40_000,
+    )
     assert done.verification.equal  # inputs included: its FLOOR is our floor
 
 
@@ -162,16 +170,23 @@ def test_configs_of_torchao_are_those_it_writes(make_tiny):
     assert torchao
     model = make_tiny("llama").model
     assignment = mixed(model, HELD["torchao"])
-    ours = exporter.LAYOUTS["torchao"].config(assignment, True)["quant_type"]["default"]
+    ours = LAYOUTS["torchao"].config(layers_of(assignment, inputs=True), [])["quant_type"][
+        "default"
+    ]
     elements = {
-        "mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": "fp6_e2m3", "mxfp6_e3m2": "fp6_e3m2",
-        "mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2,
-    }  # fmt: skip
+        "mxfp4": torch.float4_e2m1fn_x2,
+        "mxfp6_e2m3": "fp6_e2m3",
+        "mxfp6_e3m2": "fp6_e3m2",
+        "mxfp8_e4m3": torch.float8_e4m3fn,
+        "mxfp8_e5m2": torch.float8_e5m2,
+    }
     for layer, name in assignment.formats.items():
         theirs = MXDynamicActivationMXWeightConfig(
-            activation_dtype=elements[name], weight_dtype=elements[name],
-            kernel_preference=KernelPreference.EMULATED, scaling_mode=ScaleCalculationMode.FLOOR,
-        )  # fmt: skip
+            activation_dtype=elements[name],
+            weight_dtype=elements[name],
+            kernel_preference=KernelPreference.EMULATED,
+            scaling_mode=ScaleCalculationMode.FLOOR,
+        )
         assert ours["_data"]["fqn_to_config"][layer] == config_to_dict(theirs)
 
 
@@ -185,9 +200,14 @@ def test_our_loader_gives_the_fake_quantized_model(architecture, target, make_ti
     inputs = target == "torchao"
     assignment = mixed(loaded.model, HELD[target])
     export(
-        loaded.model, assignment, tmp_path / "out", target, inputs=inputs, verify=False,
+        loaded.model,
+        assignment,
+        tmp_path / "out",
+        target,
+        inputs=inputs,
+        verify=False,
         tokenizer=loaded.tokenizer,
-    )  # fmt: skip
+    )
     back = dmx.load_exported(tmp_path / "out")
     assert back.assignment == assignment and (back.target, back.inputs) == (target, inputs)
     tokens = default_tokens(288)
@@ -245,7 +265,7 @@ def test_torchao_says_that_it_stores_six_bits_in_bytes(make_tiny, tmp_path):
 def test_one_layer_is_quantized_at_a_time(make_tiny, tmp_path, monkeypatch):
     model = make_tiny("llama").model
     assignment = mixed(model, VLLM)
-    layout = exporter.LAYOUTS["quark"]
+    layout = LAYOUTS["quark"]
     alive = []
     import weakref
 
@@ -257,7 +277,7 @@ def test_one_layer_is_quantized_at_a_time(make_tiny, tmp_path, monkeypatch):
 
     import dataclasses
 
-    monkeypatch.setitem(exporter.LAYOUTS, "quark", dataclasses.replace(layout, encode=encode))
+    monkeypatch.setitem(LAYOUTS, "quark", dataclasses.replace(layout, encode=encode))
     export(model, assignment, tmp_path / "out", "quark", verify=False)
     assert len(alive) == 2 * len(assignment.formats)
 
@@ -271,9 +291,12 @@ def test_the_assignment_alone_and_a_model_by_name(make_tiny, tmp_path):
     loaded.model.save_pretrained(tmp_path / "source")
     loaded.tokenizer.save_pretrained(tmp_path / "source")
     by_name = export(
-        str(tmp_path / "source"), done.folder / "assignment.json", tmp_path / "out", "quark",
+        str(tmp_path / "source"),
+        done.folder / "assignment.json",
+        tmp_path / "out",
+        "quark",
         verify=False,
-    )  # fmt: skip
+    )
     assert dmx.load_exported(by_name.folder).assignment == assignment
 
 
@@ -301,8 +324,8 @@ def test_bf16_layers_of_an_assignment_stay_in_bf16(make_tiny, tmp_path):
     done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
     assert read_headers(done.folder)[f"{layer}.weight"].dtype == torch.bfloat16
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
-    assert layer in config["ignore"] and layer not in quantized(assignment)
-    stated = sum(layer_bytes(f, assignment.shapes[n]) for n, f in quantized(assignment).items())
+    assert layer in config["ignore"] and layer not in assignment.quantized
+    stated = sum(layer.bytes for layer in layers_of(assignment).values())
     assert done.bytes["quantized_bytes"] == stated
     dmx.load_exported(done.folder)
 
@@ -312,9 +335,9 @@ def test_a_folder_can_be_checked_again(make_tiny, tmp_path, loaded_apart):
     model = make_tiny("llama", dtype="bfloat16").model
     assignment = mixed(model, VLLM)
     done = export(model, assignment, tmp_path / "out", "compressed_tensors", verify=False)
-    layout = exporter.LAYOUTS["compressed_tensors"]
+    plan = make_plan(assignment, target="compressed_tensors")
     tokens = torch.randint(288, (5, 16), generator=torch.Generator().manual_seed(1))
-    found = check_loading(done.folder, layout, model, assignment, inputs=False, tokens=tokens)
+    found = check_loading(done.folder, plan, model, tokens=tokens)
     assert found.equal and found.tokens == 80 and found.loss == found.reference_loss
 
 

@@ -58,9 +58,12 @@ def test_quark_patterns_global_and_exclude(tiny_random):
         return {"weight": {"dtype": dtype, "qscheme": "per_group", "group_size": 32}}
 
     config = {
-        "quant_method": "quark", "global_quant_config": spec("fp4"), "exclude": ["lm_head"],
-        "layer_type_quant_config": {}, "layer_quant_config": {"*.down_proj": spec("fp6_e3m2")},
-    }  # fmt: skip
+        "quant_method": "quark",
+        "global_quant_config": spec("fp4"),
+        "exclude": ["lm_head"],
+        "layer_type_quant_config": {},
+        "layer_quant_config": {"*.down_proj": spec("fp6_e3m2")},
+    }
     found = read_assignment(config, tiny_random.model)
     assert found.formats[f"{L0}.mlp.down_proj"] == "mxfp6_e3m2"
     assert set(found.formats.values()) == {"mxfp4", "mxfp6_e3m2"}
@@ -73,19 +76,24 @@ def test_modelopt_quantized_layers(tiny_random):
     config = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
     found = read_assignment(config, tiny_random.model)
     assert dict(found.formats) == {
-        f"{L0}.mlp.up_proj": "mxfp4", f"{L0}.mlp.down_proj": "mxfp8_e4m3"
-    }  # fmt: skip
+        f"{L0}.mlp.up_proj": "mxfp4",
+        f"{L0}.mlp.down_proj": "mxfp8_e4m3",
+    }
     assert len(found.unquantized) == 13 and found.search.tool == "modelopt"
 
 
 def test_auto_round_layers_over_defaults(tiny_random):
     config = {
-        "quant_method": "auto-round", "bits": 4, "data_type": "mx_fp", "group_size": 32,
+        "quant_method": "auto-round",
+        "bits": 4,
+        "data_type": "mx_fp",
+        "group_size": 32,
         "extra_config": {
-            f"{L0}.mlp.down_proj": {"bits": 8}, ".*o_proj": {"bits": 16},
+            f"{L0}.mlp.down_proj": {"bits": 8},
+            ".*o_proj": {"bits": 16},
             f"{L0}.mlp.up_proj": {"bits": 6, "data_type": "mx_fp6e2m3"},
         },
-    }  # fmt: skip
+    }
     found = read_assignment(config, tiny_random.model)
     assert found.formats[f"{L0}.mlp.down_proj"] == "mxfp8_e4m3"
     assert found.formats[f"{L0}.mlp.up_proj"] == "mxfp6_e2m3"

@@ -18,7 +18,9 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import project
 from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
-from dmx.exporting import exporter, writing
+from dmx.exporting import make_plan, writing
+from dmx.exporting.plan import check_holds, target_key
+from dmx.exporting.tensors import plan_tensors
 from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
@@ -43,9 +45,12 @@ def test_a_format_that_the_target_cannot_hold(case):
     with pytest.raises(FormatError) as error:
         export(mixed(model, (MXFP4, MXFP6_E3M2)), target="compressed_tensors", profile="vllm")
     for words in (
-        "profile=vllm does not hold mxfp6_e3m2", "7 layers",
-        "model.layers.0.self_attn.k_proj", "quark; torchao", "search.target",
-    ):  # fmt: skip
+        "profile=vllm does not hold mxfp6_e3m2",
+        "7 layers",
+        "model.layers.0.self_attn.k_proj",
+        "quark; torchao",
+        "search.target",
+    ):
         assert words in str(error.value)
 
 
@@ -78,7 +83,7 @@ def test_a_disk_that_fills_up_leaves_nothing(case, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(exporter, "write_tensors", full)
+    monkeypatch.setattr("dmx.exporting.exporter.write_tensors", full)
     with pytest.raises(RunError, match="No space left on device"):
         export()
     assert not list(tmp_path.iterdir())
@@ -153,7 +158,7 @@ def test_a_model_with_an_assignment_applied(case):
 
 
 def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, monkeypatch):
-    monkeypatch.setattr("dmx.exporting.verify.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("dmx.exporting.layouts.importlib.util.find_spec", lambda _: None)
     with pytest.raises(RunError, match=r"pip install amd-quark .*verify=false"):
         case[1](verify=True)
     assert not list(tmp_path.iterdir())
@@ -197,16 +202,21 @@ EXPORTS = {
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    st.sampled_from(sorted(SEARCH_TARGETS)), st.sampled_from(sorted(FAMILIES)),
-    st.sampled_from(["fused", "layer"]), st.booleans(), st.floats(4, 9), st.integers(0, 999),
+    st.sampled_from(sorted(SEARCH_TARGETS)),
+    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(["fused", "layer"]),
+    st.booleans(),
+    st.floats(4, 9),
+    st.integers(0, 999),
     st.lists(st.sampled_from(["*.0.*", "*.q_proj", "*.down_proj", "*.gate_proj"]), max_size=2),
     st.dictionaries(
         st.sampled_from(["*.o_proj", "*.v_proj", "*.up_proj", "*.1.mlp.*"]),
         st.sampled_from(["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "bf16"]),
         max_size=2,
     ),
-    st.booleans(), st.sampled_from(["joint", "separate"]),
-)  # fmt: skip
+    st.booleans(),
+    st.sampled_from(["joint", "separate"]),
+)
 def test_what_a_search_target_yields_its_export_takes(
     target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, operands
 ):
@@ -230,13 +240,14 @@ def test_what_a_search_target_yields_its_export_takes(
     assignment = make_assignment(space, choice, META[tied])
     layout, profile = EXPORTS[target]
     inputs = operands == "separate"
-    exporter.check_holds(assignment, layout, profile, inputs=inputs)
+    check_holds(assignment, layout, profile, inputs=inputs)
     try:
-        exporter.LAYOUTS[layout].check(assignment, inputs)
+        make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)
     except FormatError as error:  # a joint choice has this, too
         assert fixed and "does not quantize inputs to mxfp6" in str(error)
-    exporter._parts(META[tied], assignment, exporter.LAYOUTS[layout])
-    holds = TARGETS[exporter.target_key(layout, profile)]
+    plan = make_plan(assignment, target=layout, profile=profile, verify=False)
+    plan_tensors(META[tied], plan)
+    holds = TARGETS[target_key(layout, profile)]
     loader, rest = SEARCH_TARGETS[target], assignment.unquantized
     assert not obstacles(assignment.formats, holds, loader, rest, assignment.input_formats)
 

@@ -9,7 +9,10 @@ from safetensors.torch import load_file
 
 import dmx
 from dmx.errors import AssignmentError, FormatError, RunError
-from dmx.exporting import exporter, writing
+from dmx.exporting import make_plan, writing
+from dmx.exporting.plan import LAYOUTS
+from dmx.exporting.tensors import plan_tensors
+from dmx.exporting.verify import check_files
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, MXFP8_E5M2
 from tests.exporting.conftest import HELD, VLLM, mixed, needs
@@ -86,14 +89,14 @@ def test_every_layer_is_named_in_full_and_no_class_is_a_target(make_tiny, tmp_pa
     )
     _, config = exported(
         model, mixed(model, HELD["torchao"]), tmp_path / "ao", "torchao", inputs=True
-    )  # fmt: skip
+    )
     layers = config["quant_type"]["default"]["_data"]["fqn_to_config"]
     assert set(layers) == set(assignment.formats)  # no _default, no pattern
 
 
 def _catch_all(layout):
-    def config(assignment, inputs):
-        body = layout.config(assignment, inputs)
+    def config(layers, kept):
+        body = layout.config(layers, kept)
         for group in body["config_groups"].values():
             group["targets"] = ["Linear"]
         return body
@@ -102,8 +105,8 @@ def _catch_all(layout):
 
 
 def _no_status(layout):
-    def config(assignment, inputs):
-        body = layout.config(assignment, inputs)
+    def config(layers, kept):
+        body = layout.config(layers, kept)
         del body["quantization_status"]
         return body
 
@@ -137,8 +140,8 @@ def test_stepping_into_a_trap_is_found_by_loading(
     model = make_tiny("llama", dtype="bfloat16").model
     assignment = mixed(model, VLLM)
     dmx.export(model, assignment, tmp_path / "good", target="compressed_tensors")
-    wrong = step(exporter.LAYOUTS["compressed_tensors"])
-    monkeypatch.setitem(exporter.LAYOUTS, "compressed_tensors", wrong)
+    wrong = step(LAYOUTS["compressed_tensors"])
+    monkeypatch.setitem(LAYOUTS, "compressed_tensors", wrong)
     with pytest.raises(RunError, match=r"logits differ|cannot load it|loaded it with"):
         dmx.export(model, assignment, tmp_path / "bad", target="compressed_tensors")
     assert [p.name for p in tmp_path.iterdir()] == ["good"]  # nothing half-right is left
@@ -159,17 +162,19 @@ def test_a_tensor_of_another_name_or_shape_is_found_in_the_files(
     done = dmx.export(
         model, assignment, tmp_path / "out", target="compressed_tensors", verify=False
     )
-    layout = exporter.LAYOUTS["compressed_tensors"]
+    layout = LAYOUTS["compressed_tensors"]
     wrong = dataclasses.replace(layout, specs=lambda f, s: trap(layout.specs(f, s)))
-    _, plain = exporter._parts(model, assignment, layout)
+    plan = make_plan(assignment, target="compressed_tensors", verify=False)
+    plain = plan_tensors(model, plan).plain
+    check_files(done.folder, plan, plain)
     with pytest.raises(RunError, match=words):
-        exporter.check_files(done.folder, wrong, assignment, plain)
+        check_files(done.folder, dataclasses.replace(plan, layout=wrong), plain)
 
 
 def test_bytes_that_bits_per_element_does_not_explain_are_found(make_tiny, tmp_path, monkeypatch):
     model = make_tiny("llama").model
-    packed = dataclasses.replace(exporter.LAYOUTS["torchao"], packed=True)  # 6 bits lie in bytes
-    monkeypatch.setitem(exporter.LAYOUTS, "torchao", packed)
+    packed = dataclasses.replace(LAYOUTS["torchao"], packed=True)  # 6 bits lie in bytes
+    monkeypatch.setitem(LAYOUTS, "torchao", packed)
     with pytest.raises(RunError, match=r"quantized tensors take \d+ bytes, bits_per_element says"):
         exported(model, mixed(model, (MXFP6_E2M3,)), tmp_path / "out", "torchao", inputs=True)
     assert not list(tmp_path.iterdir())
@@ -189,9 +194,13 @@ def test_a_shard_of_torchao_that_names_its_own_tensors_alone_is_found_by_loading
     model = make_tiny("llama", dtype="bfloat16").model
     with pytest.raises(RunError, match=r"cannot load it|loaded it with|logits differ"):
         dmx.export(
-            model, mixed(model, HELD["torchao"]), tmp_path / "out", target="torchao", inputs=True,
+            model,
+            mixed(model, HELD["torchao"]),
+            tmp_path / "out",
+            target="torchao",
+            inputs=True,
             max_shard_bytes=40_000,
-        )  # fmt: skip
+        )
 
 
 def test_a_split_fused_group_has_no_vllm_profile(make_tiny, tmp_path):
@@ -199,9 +208,7 @@ def test_a_split_fused_group_has_no_vllm_profile(make_tiny, tmp_path):
     split = mixed(model, VLLM, "layer")
     with pytest.raises(FormatError, match=r"one format in each fused group.*4 groups are split"):
         exported(model, split, tmp_path / "out", profile="vllm")
-    done = dmx.export(
-        model, split, tmp_path / "out", target="compressed_tensors", verify=False
-    )  # fmt: skip
+    done = dmx.export(model, split, tmp_path / "out", target="compressed_tensors", verify=False)
     assert done.profile == "transformers"  # the strictest that holds it
     partial = mixed(model, VLLM, "fused", exclude=["*.k_proj"])
     with pytest.raises(FormatError, match="one format in each fused group"):
@@ -288,9 +295,13 @@ def test_torchao_has_no_product_of_mx_weights_and_plain_inputs(element):
     x, bias = torch.randn(4, 64).bfloat16(), torch.zeros(64).bfloat16()
     for preference in KernelPreference:
         weight = MXTensor.to_mx(
-            torch.randn(64, 64).bfloat16(), element, 32, ScaleCalculationMode.FLOOR, preference,
+            torch.randn(64, 64).bfloat16(),
+            element,
+            32,
+            ScaleCalculationMode.FLOOR,
+            preference,
             act_quant_kwargs=None,
-        )  # fmt: skip
+        )
         for product in (
             lambda w: torch.nn.functional.linear(x, w),
             lambda w: x @ w.t(),

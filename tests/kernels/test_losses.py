@@ -32,7 +32,7 @@ def rows(dtype, vocab=5003, n=7):
     return reference.to(dtype), logits.to(dtype), targets
 
 
-def by_hand(reference, logits, targets, scale):
+def by_hand(reference, logits, targets, factor):
     """Both losses in float64, with their gradients by autograd."""
     p = logits.double().requires_grad_()
     log_p, log_q = p.log_softmax(-1), reference.double().log_softmax(-1)
@@ -41,9 +41,11 @@ def by_hand(reference, logits, targets, scale):
     picked = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     ce = torch.where(targets >= 0, -picked, 0.0)
     gradients = [
-        torch.autograd.grad(scale * torch.where(loss.isfinite(), loss, 0.0).sum(), p, retain_graph=True)[0]
+        torch.autograd.grad(
+            factor * torch.where(loss.isfinite(), loss, 0.0).sum(), p, retain_graph=True
+        )[0]
         for loss in (kl, ce)
-    ]  # fmt: skip
+    ]
     # -inf logits on both sides: autograd sees inf - inf where the answer is 0
     return kl.detach(), ce.detach(), [g.nan_to_num(0.0) for g in gradients]
 
@@ -52,18 +54,18 @@ def by_hand(reference, logits, targets, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_losses_and_gradients_are_those_of_float64(dtype, device):
     reference, logits, targets = rows(dtype)
-    scale = 0.37
-    kl, ce, (kl_gradient, ce_gradient) = by_hand(reference, logits, targets, scale)
+    factor = 0.37
+    kl, ce, (kl_gradient, ce_gradient) = by_hand(reference, logits, targets, factor)
     reference, logits, targets = (x.to(device) for x in (reference, logits, targets))
     own = torch.full_like(logits, 7.0)
     eps = torch.finfo(dtype).eps
-    rounding = {"rtol": max(eps, 1e-4), "atol": scale * 4 * eps}
-    found = ops.kl_rows(reference, logits, gradient=own, scale=scale)
+    rounding = {"rtol": max(eps, 1e-4), "atol": factor * 4 * eps}
+    found = ops.kl_rows(reference, logits, gradient=own, factor=factor)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.cpu().double(), kl, rtol=1e-4, atol=5e-6)
     torch.testing.assert_close(own.cpu().double(), kl_gradient, **rounding)
     own.fill_(7.0)
-    found = ops.cross_entropy_rows(logits, targets, gradient=own, scale=scale)
+    found = ops.cross_entropy_rows(logits, targets, gradient=own, factor=factor)
     torch.testing.assert_close(found.cpu().double(), ce, rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(own.cpu().double(), ce_gradient, **rounding)
     assert found[2] == 0 and not own[2].any()

@@ -190,7 +190,7 @@ def test_copies_and_moves_of_an_applied_model(make_tiny, name):
 def test_a_failed_apply_leaves_the_model_alone(make_tiny, monkeypatch):
     model = make_tiny("llama").model
     before = snapshot(model)
-    monkeypatch.setattr("dmx.applying.layers.replace_layers", lambda *_: 1 / 0)
+    monkeypatch.setattr("dmx.applying.apply.replace_layers", lambda *_: 1 / 0)
     for name in ALL:
         with pytest.raises(ZeroDivisionError):
             dmx.apply(model, uniform(model, some(name, model)))

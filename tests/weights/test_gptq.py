@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import dmx
 import mor
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.applying.stored import StoredWeight, from_bytes, to_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.space import build_space

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.applying.stored import StoredWeight
 from dmx.evaluate.zero_shot.tasks import Task

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from dmx.data.batches import check_fits_model
 from dmx.errors import DataError, ModelError
 from dmx.evaluate.zero_shot.requests import Request

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import dmx
-from dmx.applying.layers import QuantLinear, is_applied, quantized_layers
+from dmx.applying.apply import is_applied
+from dmx.applying.linear import QuantLinear, quantized_layers
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, DataError, ModelError

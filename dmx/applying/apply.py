@@ -1,90 +1,27 @@
-"""Quantized linear layers, and putting them into a model and taking them out again.
-
-`QuantLinear` holds the very Parameters of the layer it replaces, under the same names, so that
-state dicts, optimizers and tied weights do not notice. Weights are quantized in the forward pass.
-"""
+"""An assignment put into a model, and taken out again."""
 
 from typing import Any, Protocol
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from dmx.applying.linear import QuantLinear
 from dmx.applying.quantizers import BlockQuantizer, Quantizer
-from dmx.applying.stored import StoredWeight, from_bytes
+from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
-from dmx.models.linears import linear_layers
-from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.models.swap import put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
-from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import Transform
 
 
 class Safety(Protocol):
     """A run-time guard around the quantizers of a model, for example `mor.SafetyNet`."""
 
-    def guard(self, quantizer: Quantizer, layer_name: str, operand: str) -> Quantizer: ...
-
-
-class QuantLinear(nn.Linear):
-    """`F.linear(input_quantizer(x), weight_quantizer(weight), bias)`; x is rotated before where the
-    weight is."""
-
-    input_transform: BlockRotation | None
-    weight_quantizer: Quantizer | None
-    input_quantizer: Quantizer | None
-    cache_weights: bool
-    _cached: tuple[int, int, Tensor] | None
-
-    @classmethod
-    def wrap(
-        cls,
-        linear: nn.Linear,
-        weight_quantizer: Quantizer | None,
-        input_quantizer: Quantizer | None,
-        *,
-        cache_weights: bool = False,
-    ) -> "QuantLinear":
-        """A quantized layer around the Parameters of `linear`; None leaves an operand as it is."""
-        layer = adopt(cls, linear)
-        layer.weight_quantizer = weight_quantizer
-        layer.input_quantizer = input_quantizer
-        layer.cache_weights = cache_weights
-        layer._cached = None
-        return layer
-
-    def quantized_weight(self) -> Tensor:
-        """The weight that the product sees; (out_features, in_features), dtype of the weight."""
-        if self.weight_quantizer is None:
-            return self.weight
-        if not self.cache_weights or (torch.is_grad_enabled() and self.weight.requires_grad):
-            return self.weight_quantizer(self.weight)
-        key = (self.weight.data_ptr(), self.weight._version)
-        if self._cached is None or self._cached[:2] != key:
-            # A tensor made in inference mode could not serve a later pass with gradients.
-            with torch.inference_mode(False), torch.no_grad():
-                self._cached = (*key, self.weight_quantizer(self.weight.detach()))
-        return self._cached[2]
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.input_transform is not None:
-            x = self.input_transform(x)
-        if self.input_quantizer is not None:
-            x = self.input_quantizer(x)
-        return F.linear(x, self.quantized_weight(), self.bias)
-
-    def extra_repr(self) -> str:
-        names = [
-            f"{operand}={quantizer.block_format if quantizer is not None else 'full'}"
-            for operand, quantizer in (
-                ("weight", self.weight_quantizer),
-                ("input", self.input_quantizer),
-            )
-        ]
-        return ", ".join([super().extra_repr(), *names])
+    def guard(self, quantizer: Quantizer, layer_name: str, operand: str) -> Quantizer:
+        """What is called in place of `quantizer` on the weight or the input of a layer."""
+        ...
 
 
 _ORIGINALS = "_dmx_originals"
@@ -92,6 +29,7 @@ _UNDO_TRANSFORM = "_dmx_undo_transform"
 
 
 def is_applied(model: nn.Module) -> bool:
+    """Whether an assignment is in the model."""
     return _ORIGINALS in model.__dict__
 
 
@@ -170,17 +108,6 @@ def apply(
     return model
 
 
-def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
-    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest.
-
-    Raises:
-        AssignmentError: its file is missing, damaged, or does not fit the assignment.
-    """
-    if assignment.weights is None:
-        return {}
-    return from_bytes(assignment.content("weights"), assignment.formats, assignment.shapes)
-
-
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
     raise ModelError(
         "this model has an assignment applied: its state dict still holds the full-precision "
@@ -196,7 +123,3 @@ def restore(model: nn.Module) -> nn.Module:
     model.__dict__.pop(_UNDO_TRANSFORM)()
     model.__dict__.pop("save_pretrained", None)
     return model
-
-
-def quantized_layers(model: nn.Module) -> dict[str, QuantLinear]:
-    return {n: m for n, m in linear_layers(model).items() if isinstance(m, QuantLinear)}

@@ -1,0 +1,226 @@
+"""The plan of an export: what is written for each layer, under which formats and rules.
+
+It is made and checked once, from the assignment alone; the tensors of a model are planned by it
+(`tensors`), written, and compared with it afterwards (`verify`).
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dmx.applying.stored import StoredWeight, stored_weights
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
+from dmx.errors import FormatError
+from dmx.exporting import compressed_tensors, quark, torchao
+from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
+from dmx.exporting.packing import check_in_features
+from dmx.exporting.recipes import RECIPES, recipe_text
+from dmx.formats import check_choice
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, torchao.LAYOUT)
+}
+EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
+PROFILES = ("vllm", "transformers")
+"""Of compressed_tensors, the strictest first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An export that its target holds."""
+
+    target: str
+    profile: str | None
+    inputs: bool
+    """The runtime is asked to quantize inputs, too."""
+    verify: bool
+    """The files are loaded again in a fresh process."""
+    assignment: Assignment
+    """With the contents of its artifacts read."""
+    layout: Layout | None
+    """None: names alone, no weights."""
+    layers: Layers
+    """The layers that are quantized."""
+    kept: tuple[str, ...]
+    """Linear layers that stay in BF16."""
+    stored: Mapping[str, StoredWeight]
+    """Weights that are written as the assignment keeps them; others are rounded to nearest."""
+
+    @property
+    def transform(self) -> str:
+        """Name of the transform that the weights are written under; none for names alone."""
+        named = None if self.layout is None else self.assignment.transform
+        return "none" if named is None else str(named["name"])
+
+    @property
+    def input_rule(self) -> str | None:
+        """How the loader scales inputs, in words; None where it quantizes none."""
+        return self.layout.input_rule(self.layers) if self.layout and self.inputs else None
+
+
+def make_plan(
+    assignment: Assignment,
+    *,
+    target: str,
+    profile: str | None = None,
+    inputs: bool = False,
+    verify: bool = True,
+) -> Plan:
+    """All that can be said and refused without a model; arguments are those of `dmx.export`.
+
+    Raises:
+        FormatError: the target cannot hold the assignment; says which layers, and which target can.
+        AssignmentError: a file that it needs is missing or damaged. RunError: verify=true needs a
+            package that is not installed.
+    """
+    check_choice(target, EXPORT_TARGETS, "target")
+    profile = _choose_profile(assignment, target, profile, inputs)
+    _check_transform(assignment, target)
+    layout = LAYOUTS.get(target)
+    layers = layers_of(assignment, inputs=inputs)
+    if layout is not None:
+        check_holds(assignment, target, profile, inputs=inputs)
+        layout.check(layers, inputs)
+        if not inputs:
+            _warn_of_inputs(assignment)
+        if verify:
+            check_packages(layout.packages)
+    elif inputs:
+        raise FormatError(
+            f"inputs=true: target={target} writes names alone, and its tool decides on inputs. "
+            "Leave inputs out."
+        )
+    elif target in RECIPES:
+        recipe_text(assignment, target)
+    assignment = assignment.with_contents()
+    return Plan(
+        target=target,
+        profile=profile,
+        inputs=inputs,
+        verify=verify,
+        assignment=assignment,
+        layout=layout,
+        layers=layers,
+        kept=tuple(left_in_bf16(assignment)),
+        stored={} if layout is None else stored_weights(assignment),
+    )
+
+
+def _warn_of_inputs(assignment: Assignment) -> None:
+    """Of what files of weights alone lose that the assignment was made for."""
+    if unequal := assignment.unequal:
+        warnings.warn(
+            f"inputs=false: {len(unequal)} layers have an input in another format than the weight, "
+            "and both count in the assignment's bits; the files hold the weights alone, at "
+            f"{assignment.average_bits(['weight'])['element_bits']:.4f} element_bits. Set "
+            "inputs=true to have the runtime quantize inputs.",
+            stacklevel=3,
+        )
+    if (assignment.weights or {}).get("correct_inputs"):
+        warnings.warn(
+            "inputs=false: the assignment's weights were rounded to make good what quantized "
+            "inputs lose, and are worse than nearest without. Set inputs=true, or round again "
+            "with gptq.correct_inputs=false.",
+            stacklevel=3,
+        )
+
+
+def target_key(target: str, profile: str | None) -> str:
+    """Name of a target in `dmx.assignment.targets.TARGETS`."""
+    return target if profile is None else f"{target}, profile {profile}"
+
+
+def check_holds(
+    assignment: Assignment, target: str, profile: str | None, *, inputs: bool = False
+) -> None:
+    """Raise FormatError unless the target holds every format; says which layers, and which can."""
+    holds = TARGETS[target_key(target, profile)]
+    formats = assignment.formats
+    setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    refused = {n: f for n, f in formats.items() if f != "bf16" and f not in holds.formats}
+    if refused:
+        rest = assignment.unquantized
+        fitting = [
+            name
+            for name, other in TARGETS.items()
+            if any(not obstacles(formats, other, loader, rest) for loader in other.loaders)
+        ]
+        names = ", ".join(sorted(set(refused.values())))
+        raise FormatError(
+            f"{setting} does not hold {names}: {len(refused)} layers, first "
+            f"{', '.join(list(refused)[:3])}. Targets that hold this assignment: "
+            f"{'; '.join(fitting)}. Or search again with search.target."
+        )
+    if holds.needs_fused_units and (split := split_groups(formats, assignment.unquantized)):
+        raise FormatError(
+            f"{setting} needs one format in each fused group (vLLM runs q/k/v and gate/up as one "
+            f"product each); {len(split)} groups are split, first {split[0]}. Use "
+            "profile=transformers, or search again with search.units=fused."
+        )
+    if inputs:
+        _check_unequal(assignment, target, profile)
+    for layer, block_format in assignment.block_formats("weight").items():
+        check_in_features(layer, assignment.shapes[layer][1], block_format)
+
+
+def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> None:
+    """Raise FormatError where the loader of a target cannot run an input beside its weight."""
+    held = _own_loader(target, profile).input_formats
+    refused = {n: both for n, both in assignment.unequal.items() if both[1].name not in held}
+    if not refused:
+        return
+    layer, (weight, of_input) = next(iter(refused.items()))
+    setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    can = f"in {', '.join(sorted(held))} alone" if held else "in none"
+    raise FormatError(
+        f"{setting}, inputs=true: runs inputs {can} beside a weight in another format; {len(refused)} "
+        f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use target=quark, "
+        "target=assignment or inputs=false, or search again with search.operands=joint."
+    )
+
+
+def _own_loader(target: str, profile: str | None) -> Loader:
+    """The strictest loader of a profile; that of transformers where there is none."""
+    return TARGETS[target_key(target, profile)].loaders[-1]
+
+
+def _choose_profile(
+    assignment: Assignment, target: str, profile: str | None, inputs: bool
+) -> str | None:
+    if target != "compressed_tensors":
+        if profile is not None:
+            raise FormatError(f"profile={profile}: target={target} has no profiles; leave it out.")
+        return None
+    if profile is not None:
+        check_choice(profile, PROFILES, "profile")
+        return profile
+    for name in PROFILES:
+        loader = _own_loader(target, name)
+        given = assignment.input_formats if inputs else None
+        holds = TARGETS[target_key(target, name)]
+        if not obstacles(assignment.formats, holds, loader, assignment.unquantized, given):
+            return name
+    return PROFILES[-1]
+
+
+def _check_transform(assignment: Assignment, target: str) -> None:
+    """Raise FormatError for what a target cannot hold: only folded weights are like any others."""
+    name = (assignment.transform or {}).get("name")
+    if name is None or target == "assignment":
+        return
+    layers = assignment.quantized
+    where = f"{len(layers)} layers, first {layers[0]}"
+    if target in RECIPES:
+        raise FormatError(
+            f"target={target} names formats for the weights as they are, and these were chosen for "
+            f"weights rotated by transform {name} ({where}). Use a target with weights, or search "
+            "again with search.transform=none."
+        )
+    if name in RUN_TIME_TRANSFORMS:
+        raise FormatError(
+            f"target={target} cannot rotate inputs at run time, which transform {name} needs "
+            f"({where}). Use target=assignment for this project, or search again with "
+            "search.transform=hadamard_full, which is folded into the weights, or none."
+        )

@@ -1,0 +1,93 @@
+"""The tensors of an export: those of the plan's layers, and the others of the model as they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.errors import AssignmentError
+from dmx.exporting.layouts import TensorSpec
+from dmx.exporting.plan import Plan
+from dmx.exporting.writing import Part
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Everything to write, in the order of the model."""
+
+    parts: list[Part]
+    plain: dict[str, TensorSpec]
+    """name -> what it is, of the tensors that are stored unquantized"""
+
+
+def plan_tensors(model: nn.Module, plan: Plan) -> Tensors:
+    """What a plan writes of a model, which may be on meta.
+
+    A parameter under several names (tied embeddings) is written once, under the first; if the
+    head is quantized, twice: the embedding stays in BF16.
+
+    Raises:
+        AssignmentError: a quantized layer shares its weight with another.
+    """
+    parts: list[Part] = []
+    plain: dict[str, TensorSpec] = {}
+    state = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    for shared in names.values():
+        tensor = state[shared[0]]
+        named = [n.removesuffix(".weight") for n in shared if n.endswith(".weight")]
+        taken = [layer for layer in named if layer in plan.layers]
+        others = [n for n in shared if n.removesuffix(".weight") not in taken]
+        if len(taken) > 1 or (taken and others and not _is_embedding(model, others)):
+            raise AssignmentError(
+                f"{taken[0]} shares its weight with "
+                f"{', '.join(n for n in shared if n != f'{taken[0]}.weight')}: a file holds it "
+                "once. Leave it in BF16 (search.exclude)."
+            )
+        if taken:
+            parts.append(_quantized_part(taken[0], tensor, plan))
+        if not others:
+            continue
+        name = others[0]
+        dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+        plain[name] = TensorSpec(dtype, tuple(tensor.shape))
+        parts.append(Part({name: plain[name]}, _copy(name, tensor, dtype)))
+    return Tensors(parts, plain)
+
+
+def is_head_apart(model: Any, plan: Plan) -> bool:
+    """Whether a quantized head leaves the embedding that it is tied to: the files are untied."""
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+    head = model.get_output_embeddings()
+    return tied and any(model.get_submodule(layer) is head for layer in plan.layers)
+
+
+def _is_embedding(model: nn.Module, names: list[str]) -> bool:
+    """Whether these are the one weight of an embedding."""
+    return len(names) == 1 and isinstance(
+        model.get_submodule(names[0].removesuffix(".weight")), nn.Embedding
+    )
+
+
+def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: tensor.detach().to(dtype)}
+
+
+def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
+    assert plan.layout is not None
+    layout, layer, stored = plan.layout, plan.layers[name], plan.stored.get(name)
+    specs = layout.specs(layer.weight, layer.shape)
+
+    def make() -> dict[str, Tensor]:
+        source = weight.detach().to(torch.bfloat16)
+        if stored is not None:
+            stored.check(source, name)
+            source = stored(source)  # on the grid: the codes below are those that were stored
+        encoded = layout.encode(source, layer.weight, layer.weight_rule)
+        return {f"{name}.{part}": tensor for part, tensor in encoded.items()}
+
+    return Part({f"{name}.{part}": spec for part, spec in specs.items()}, make)

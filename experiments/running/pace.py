@@ -1,0 +1,192 @@
+"""How long a search will take on this machine, said in its first seconds; its work in plain steps.
+
+A *plain step* is one forward and backward pass of the unquantized model to the output of its embeddings,
+on one calibration batch: eager, weights frozen, with torch's own cross entropy. It is timed in the run
+itself, before the work and after it, so work counted in plain steps hardly depends on the machine.
+
+The work of a stage follows from its matrix products. With B weights in the searched blocks and H in the
+output layer, for as many tokens as the plain step, which has 2 (B + H):
+
+    evaluation                    B + H
+    change of one unit in a scan  B / 2 + H       on average: the blocks before the unit are not run again
+    step of a search              3 B + 2 H       gradients of the weights, too: an offset's needs them
+    fisher, F candidates          (3 + F) B + 2 H
+
+times what quantizing adds to it (`OVERHEAD`).
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmx.models.running import evaluating
+from dmx.searching import search_space
+
+from ..reporting.texts import seconds_text
+from .bench import Bench
+from .guard import console
+from .plan import SearchPlan
+
+OVERHEAD = {"evaluation": 1.1, "scan": 1.0, "search": 1.1}
+"""Seconds over those of the matrix products, as a share of a plain step's; measured."""
+REPEATS = 3
+"""Plain steps timed at each end of a run, after one that is not."""
+
+
+def plain_step(model: nn.Module, tokens: Tensor) -> None:
+    """Forward and backward to the output of the embeddings; tokens (batch, length) int64."""
+    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
+    logits = model(inputs_embeds=embedded, use_cache=False).logits
+    targets = tokens[:, 1:].flatten()
+    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
+    torch.autograd.grad(loss, embedded)
+
+
+def plain_step_times(model: nn.Module, tokens: Tensor, repeats: int = REPEATS) -> list[float]:
+    """Seconds of `repeats` plain steps, after one that warms up."""
+    wait: Callable[[], object] = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+    times = []
+    with evaluating(model), torch.enable_grad():
+        for index in range(repeats + 1):
+            wait()
+            started = time.perf_counter()
+            plain_step(model, tokens)
+            wait()
+            if index:
+                times.append(time.perf_counter() - started)
+    return times
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run and its expected work in plain steps."""
+
+    name: str
+    steps: float
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the work of a run follows from."""
+
+    blocks: int
+    """Weights of the layers that are searched."""
+    output: int
+    """Weights of the output layer."""
+    units: int
+    batches: int
+    """Calibration batches."""
+    evaluation: float
+    """Tokens of one evaluation over those of a calibration batch."""
+
+
+def sizes_of(bench: Bench, plan: SearchPlan) -> Sizes:
+    """Of a loaded model and its texts."""
+    space = search_space(bench.model, plan.search)
+    batches = bench.batches(plan.search.seed)
+    head = bench.model.get_output_embeddings()  # type: ignore[operator]
+    assert bench.tokens is not None
+    return Sizes(
+        blocks=sum(rows * columns for rows, columns in space.shapes.values()),
+        output=0 if head is None else head.weight.numel(),
+        units=len(space.units),
+        batches=len(batches),
+        evaluation=bench.tokens.numel() / batches[0].numel(),
+    )
+
+
+def expected_stages(plan: SearchPlan, sizes: Sizes) -> list[Stage]:
+    """The stages of a search that take time, in the order in which they run."""
+    whole, settings = 2 * (sizes.blocks + sizes.output), plan.search
+    measured = OVERHEAD["evaluation"] * sizes.evaluation / 2
+    candidates = len(settings.format_family.formats)
+    scored = min(sizes.batches, settings.score_batches or sizes.batches)
+    stages = [Stage(f"evaluation of {name}", measured) for name in plan.measured_alone]
+    scanned = 0
+    for name in (*plan.opponents, settings.name):
+        work = 0.0
+        if name in ("kl", "kl_per_bit"):
+            wanted = candidates - (name == "kl")
+            changes = scored * sizes.units * max(0, wanted - scanned)  # the others are read
+            work = OVERHEAD["scan"] * changes * (sizes.blocks / 2 + sizes.output) / whole
+            scanned = max(scanned, wanted)
+        elif name == "fisher":
+            work = scored * ((3 + candidates) * sizes.blocks + 2 * sizes.output) / whole
+        elif name == "differentiable":
+            step = (3 * sizes.blocks + 2 * sizes.output) / whole
+            work = OVERHEAD["search"] * step * settings.steps
+        stages += [Stage(name, work)] if work else []
+        stages.append(Stage(f"evaluation of {name}", measured * len(plan.quantized)))
+    return stages
+
+
+class Pace:
+    """Times plain steps, says how long the run will take, and at its end how much work it was.
+
+    Where an earlier start of the run measured rows, or a stage is asked for whose work follows from nothing
+    known beforehand (a polish, rounded weights), it says so instead of a number.
+    """
+
+    def __init__(self, bench: Bench, plan: SearchPlan) -> None:
+        self.bench = bench
+        self.tokens = bench.batches(plan.search.seed)[0].to(bench.run.device)
+        self.resumed = bench.run.path("rows").exists()
+        self.times = plain_step_times(bench.model, self.tokens)
+        self.stages = expected_stages(plan, sizes_of(bench, plan))
+        self.unknown = [
+            name for name, asked in (
+                ("the polish", plan.search.polish_rounds > 0),
+                ("rounding the weights", plan.weights != "nearest"),
+            ) if asked
+        ]  # fmt: skip
+        self.started = time.perf_counter()
+        console.print(self.announcement(), highlight=False)
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a plain step: the median of all that were timed."""
+        return statistics.median(self.times)
+
+    @property
+    def expected_steps(self) -> float:
+        """Work of the run, in plain steps."""
+        return sum(stage.steps for stage in self.stages)
+
+    def announcement(self) -> str:
+        """What a user reads before the work begins."""
+        rows, length = self.tokens.shape
+        seconds = self.expected_steps * self.step_seconds
+        beside = f", and {' and '.join(self.unknown)}, which is not counted" if self.unknown else ""
+        left = " An earlier start did some of it." if self.resumed else ""
+        return (
+            f"about {seconds_text(seconds)} on this machine: a plain step of {rows} x {length} tokens takes "
+            f"{self.step_seconds:.2f} s here, and the work is about {self.expected_steps:.0f} of them"
+            f"{beside}.{left}"
+        )
+
+    def ended(self) -> dict[str, Any]:
+        """Facts for the record; says the work in plain steps."""
+        seconds = time.perf_counter() - self.started
+        self.times += plain_step_times(self.bench.model, self.tokens)
+        facts: dict[str, Any] = {
+            "plain_step_seconds": self.step_seconds,
+            "plain_step_shape": list(self.tokens.shape),
+            "expected_plain_steps": self.expected_steps,
+            "expected_stages": {stage.name: stage.steps for stage in self.stages},
+            "not_expected": self.unknown,
+            "seconds": seconds,
+            "plain_steps": None if self.resumed else seconds / self.step_seconds,
+        }
+        if self.resumed:
+            facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"
+        else:
+            console.print(
+                f"the work took {seconds_text(seconds)}, {facts['plain_steps']:.0f} plain steps of "
+                f"{self.step_seconds:.2f} s (expected: {self.expected_steps:.0f})", highlight=False,
+            )  # fmt: skip
+        return facts

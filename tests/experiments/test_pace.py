@@ -1,0 +1,87 @@
+"""What a run says of how long it will take, and of the work that it was."""
+
+import json
+
+import pytest
+import torch
+
+from experiments import search
+from experiments.running.pace import OVERHEAD, Sizes, expected_stages, plain_step, plain_step_times
+from tests.experiments.test_configs import built
+
+SIZES = Sizes(blocks=3_000, output=1_000, units=10, batches=4, evaluation=64)
+TINY = (
+    "model=tiny_random", "data=synthetic", "calibration.window=64", "calibration.batch_size=1",
+    "calibration.batches=2", "evaluation.window=64", "evaluation.max_windows=2", "search.steps=2",
+)  # fmt: skip
+
+
+def stages(*overrides, sizes=SIZES):
+    return {
+        s.name: s.steps for s in expected_stages(built("data=synthetic", *overrides).plan, sizes)
+    }
+
+
+def test_an_evaluation_is_half_a_plain_step_for_as_many_tokens():
+    work = stages("baselines=[bf16,mxfp4,mxfp6_e2m3]", "search=random")
+    assert list(work) == [f"evaluation of {n}" for n in ("bf16", "mxfp4", "mxfp6_e2m3", "random")]
+    assert set(work.values()) == {OVERHEAD["evaluation"] * 32}
+
+
+def test_a_scan_runs_what_follows_each_unit_and_reads_what_an_earlier_one_scored():
+    # 4 batches x 10 units, each half of the blocks and the output layer, of 2 x 4,000
+    once = OVERHEAD["scan"] * 4 * 10 * (1_500 + 1_000) / 8_000
+    both = stages("baselines=[kl,kl_per_bit]", "search=random")
+    assert both["kl"] == both["kl_per_bit"] == pytest.approx(once)
+    assert stages("baselines=[]", "search=kl_per_bit")["kl_per_bit"] == pytest.approx(2 * once)
+    assert stages("baselines=[]", "search=kl", "search.score_batches=1")["kl"] == once / 4
+
+
+def test_a_step_of_the_search_has_the_gradients_of_the_weights_too():
+    work = stages("baselines=[]", "search.steps=50")
+    assert work["differentiable"] == pytest.approx(OVERHEAD["search"] * 50 * 11_000 / 8_000)
+    assert work["evaluation of differentiable"] == OVERHEAD["evaluation"] * 32
+
+
+def test_a_plain_step_leaves_the_model_as_it_was(tiny_random):
+    model = tiny_random.model.train()
+    tokens = torch.randint(0, 256, (1, 16))
+    times = plain_step_times(model, tokens, 2)
+    assert len(times) == 2 and all(t > 0 for t in times)
+    assert model.training and all(p.grad is None for p in model.parameters())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        plain_step(model, tokens)  # a pass without a backward one would be no plain step
+
+
+def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(run, tmp_path):
+    arguments = (*TINY, "baselines=[bf16,mxfp4]", "pace=true", f"run.folder={tmp_path}/out")
+    code, _, err = run(search, *arguments)
+    assert code == 0, err
+    assert err.index("on this machine: a plain step of 1 x 64 tokens takes") < err.index("bf16")
+    pace = json.loads((tmp_path / "out" / "record.json").read_text())["pace"]
+    assert pace["plain_step_shape"] == [1, 64] and pace["not_expected"] == []
+    assert pace["plain_steps"] == pytest.approx(pace["seconds"] / pace["plain_step_seconds"])
+    assert pace["expected_plain_steps"] == pytest.approx(sum(pace["expected_stages"].values()))
+    assert f"{pace['plain_steps']:.0f} plain steps" in err
+
+    (tmp_path / "out" / "record.json").unlink()  # as if it had died before its end
+    code, _, err = run(search, *arguments)
+    assert code == 0 and "An earlier start did some of it." in err
+    pace = json.loads((tmp_path / "out" / "record.json").read_text())["pace"]
+    assert pace["plain_steps"] is None and "earlier start" in pace["plain_steps_reason"]
+
+
+def test_stages_of_unknown_work_are_named(run, tmp_path):
+    code, _, err = run(
+        search, *TINY, "baselines=[]", "pace=true", "search=polished", "search.polish_rounds=1",
+        f"run.folder={tmp_path}/out",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "and the polish, which is not counted" in err
+
+
+def test_without_being_asked_a_run_is_not_timed(run, tmp_path):
+    code, _, err = run(search, *TINY, "baselines=[]", "search=random", f"run.folder={tmp_path}/out")
+    assert code == 0 and "plain step" not in err
+    assert json.loads((tmp_path / "out" / "record.json").read_text())["pace"] is None
+    assert not built("data=synthetic").pace
