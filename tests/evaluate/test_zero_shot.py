@@ -351,22 +351,29 @@ def test_data_without_task_files_beside_it_is_refused(tmp_path, tiny_random, mon
 
 def row(label, search, items, **more):
     task = {
-        "metric": "acc", "value": float(np.mean(items)), "stderr": 0.1, "count": len(items),
-        "items": items, "source": "DMX_DATA: x.yaml", "sha256": "0",
-    }  # fmt: skip
+        "metric": "acc",
+        "value": float(np.mean(items)),
+        "stderr": 0.1,
+        "count": len(items),
+        "items": items,
+        "source": "DMX_DATA: x.yaml",
+        "sha256": "0",
+    }
     return {"label": label, "search": search, "zero_shot": {"x": task | more}}
 
 
 def test_rows_are_compared_item_by_item():
     from experiments.reporting.results import best_other, group_rows, item_difference
 
-    groups = group_rows([
-        row("bf16", None, [1, 1, 1, 0]),
-        row("uniform mxfp4", "uniform", [0, 0, 1, 0]),
-        row("dmx", "differentiable", [1, 0, 1, 0]),
-        row("dmx", "differentiable", [1, 1, 1, 0]),
-        row("kl", "kl", [1, 0], sha256="1"),
-    ])  # fmt: skip
+    groups = group_rows(
+        [
+            row("bf16", None, [1, 1, 1, 0]),
+            row("uniform mxfp4", "uniform", [0, 0, 1, 0]),
+            row("dmx", "differentiable", [1, 0, 1, 0]),
+            row("dmx", "differentiable", [1, 1, 1, 0]),
+            row("kl", "kl", [1, 0], sha256="1"),
+        ]
+    )
     bf16, uniform, dmx_, kl = groups
     found = item_difference(dmx_, bf16, "x")  # seeds averaged: 1, 1/2, 1, 0
     assert (found.mean, found.windows) == (-0.125, 4)
@@ -385,10 +392,17 @@ def test_the_command_fills_the_rows_and_the_report(dmx_data, tmp_path, monkeypat
 
     folder = tmp_path / "run"
     arguments = [
-        "evaluate", "model=tiny_random", "run.device=cpu", "eval=zero_shot",
-        "eval.perplexity=false", "eval.limit=4", "eval.tasks=[arc_easy,hellaswag]",
-        "assignments=[bf16,mxfp4]", "evaluation.operands=[W+A,W]", f"run.folder={folder}",
-    ]  # fmt: skip
+        "evaluate",
+        "model=tiny_random",
+        "run.device=cpu",
+        "eval=zero_shot",
+        "eval.perplexity=false",
+        "eval.limit=4",
+        "eval.tasks=[arc_easy,hellaswag]",
+        "assignments=[bf16,mxfp4]",
+        "evaluation.operands=[W+A,W]",
+        f"run.folder={folder}",
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     evaluate.main()
     rows = json.loads((folder / "record.json").read_text())["results"]
