@@ -30,9 +30,15 @@ class MorLinear(nn.Linear):
     """`nn.Linear` with MoR in its three products; same Parameters and state_dict keys."""
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, config: MorConfig,
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        config: MorConfig,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self._set_config(config)
 
@@ -136,18 +142,32 @@ def _(x: Tensor, weight: Tensor, handle: int, training: bool) -> tuple[Tensor, T
 
 
 def _linear_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: list[int], handle: int,
-    need_input: bool, need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    largest: Tensor,
+    meta: list[int],
+    handle: int,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by x and weight; None for one that is not needed. meta: of `_forward`."""
     state = state_of(handle)
     formats, (deciding, counting) = [FORMATS[i] for i in meta[:2]], map(bool, meta[2:])
     with _without_autocast(grad):
         if is_tensor_path(state.config):
             by_input, by_weight = tensor_backward(
-                grad, x, weight, largest, formats, state, deciding, counting, need_input,
+                grad,
+                x,
+                weight,
+                largest,
+                formats,
+                state,
+                deciding,
+                counting,
+                need_input,
                 need_weight,
-            )  # fmt: skip
+            )
         else:
             by_input = by_weight = None
             if need_input:
@@ -161,9 +181,15 @@ def _linear_gradients(
 
 @torch.library.custom_op("mor::linear_backward", mutates_args=())
 def linear_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
-    need_input: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    largest: Tensor,
+    meta: Tensor,
+    handle: int,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """Gradients by x and weight; one that is not needed is empty."""
     by_input, by_weight = _linear_gradients(
         grad, x, weight, largest, meta.tolist(), handle, need_input, need_weight
@@ -176,9 +202,15 @@ def linear_backward(
 
 @linear_backward.register_fake
 def _(
-    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, meta: Tensor, handle: int,
-    need_input: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    largest: Tensor,
+    meta: Tensor,
+    handle: int,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
     by_input = grad.new_empty(x.shape) if need_input else grad.new_empty(0)
     return by_input, grad.new_empty(weight.shape) if need_weight else grad.new_empty(0)
 

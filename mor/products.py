@@ -52,9 +52,13 @@ class Trials:
     device."""
 
     def __init__(
-        self, operands: list[Tensor], state: LayerState, held: list[str | None], *,
+        self,
+        operands: list[Tensor],
+        state: LayerState,
+        held: list[str | None],
+        *,
         transposed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """held: the decisions to keep; None decides anew. transposed: casts of the transposes, too."""
         config = state.config
         self.operands, self.config, self.held = operands, config, held
@@ -84,9 +88,13 @@ class Trials:
                 self._cast(name, which, transposed, False, None)
 
     def _cast(
-        self, format: str, which: Sequence[int], transposed: bool, measured: bool,
+        self,
+        format: str,
+        which: Sequence[int],
+        transposed: bool,
+        measured: bool,
         landing: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         largest = self.largest
         if len(which) < len(self.operands):
             largest = largest[which[0] : which[0] + 1]
@@ -128,9 +136,15 @@ class _Operand:
     """One side of a product: FP8, or values that enter in BF16."""
 
     def __init__(
-        self, x: Tensor, largest: Tensor, row: int, format: str, *, cast: Fp8 | None,
+        self,
+        x: Tensor,
+        largest: Tensor,
+        row: int,
+        format: str,
+        *,
+        cast: Fp8 | None,
         transposed: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """row: of largest, `fp8.amax(x)`. cast: codes in the product's orientation, where made."""
         self.x, self.largest, self.row = x, largest, row
         self.format, self.cast, self.transposed = format, cast, transposed
@@ -217,9 +231,17 @@ def _count(state: LayerState, operand: str, x: Tensor, format: str, error: float
 
 
 def tensor_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, largest: Tensor, formats: Sequence[str],
-    state: LayerState, deciding: bool, counting: bool, need_input: bool, need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    largest: Tensor,
+    formats: Sequence[str],
+    state: LayerState,
+    deciding: bool,
+    counting: bool,
+    need_input: bool,
+    need_weight: bool,
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by x and weight, None for one that is not needed. largest and formats are of x and
     weight, as `tensor_forward` gave them."""
     config, (input_format, weight_format) = state.config, formats

@@ -57,9 +57,11 @@ def quark_format(config, name):
     weights, inputs, scheme = config.get_scheme_cls(LinearBase, name)
     assert scheme.__name__ == "QuarkOCP_MX", scheme
     dtype = {
-        "fp4": "mxfp4", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2",
+        "fp4": "mxfp4",
+        "fp6_e2m3": "mxfp6_e2m3",
+        "fp6_e3m2": "mxfp6_e3m2",
         "fp8_e4m3": "mxfp8_e4m3",
-    }[config._find_matched_config(name, LinearBase)["weight"]["dtype"]]  # fmt: skip
+    }[config._find_matched_config(name, LinearBase)["weight"]["dtype"]]
     assert weights is not None
     return dtype, inputs
 

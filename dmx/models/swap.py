@@ -17,8 +17,12 @@ def adopt(cls: type[_Linear], linear: nn.Linear) -> _Linear:
     layer.weight = linear.weight
     layer.register_parameter("bias", linear.bias)
     layer.input_transform = getattr(linear, "input_transform", None)  # type: ignore[assignment]
-    for hooks in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
-                  "_forward_pre_hooks_with_kwargs"):  # fmt: skip
+    for hooks in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_pre_hooks_with_kwargs",
+    ):
         setattr(layer, hooks, getattr(linear, hooks))
     layer.training = linear.training
     return layer

@@ -106,10 +106,16 @@ def bench(size: int, tokens: int, rounds: int, compiled: bool) -> list[dict[str,
         median = statistics.median(values)
         target = TARGETS.get(size, {}).get(name)
         row: dict[str, object] = {
-            "size": size, "tokens": tokens, "recipe": name, "ms": median,
-            "ms_low": min(values), "ms_high": max(values), "speedup": base / median,
-            "target": target, "reached": None if target is None else base / median >= target,
-        }  # fmt: skip
+            "size": size,
+            "tokens": tokens,
+            "recipe": name,
+            "ms": median,
+            "ms_low": min(values),
+            "ms_high": max(values),
+            "speedup": base / median,
+            "target": target,
+            "reached": None if target is None else base / median >= target,
+        }
         if name.startswith("mor"):
             row["products"] = mor.stats(models[name])["products"]
         rows.append(row)

@@ -48,16 +48,20 @@ def steps_table(rows: list[dict[str, Any]]) -> list[str]:
         "| CUDA graph",
         [
             [
-                r["model"], f"{r['rows']} x {r['length']}", settings_text(r["settings"]),
-                milli(r["plain_seconds"]), milli(r["search_seconds"]),
+                r["model"],
+                f"{r['rows']} x {r['length']}",
+                settings_text(r["settings"]),
+                milli(r["plain_seconds"]),
+                milli(r["search_seconds"]),
                 ratio(r["search_seconds"], r["plain_seconds"]),
-                whole(r["plain_mib"]), whole(r["search_mib"]),
+                whole(r["plain_mib"]),
+                whole(r["search_mib"]),
                 ratio(r["search_mib"], r["plain_mib"]),
                 {True: "yes", False: "no", None: "-"}[r["graph"]],
             ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def totals_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -65,13 +69,17 @@ def totals_table(rows: list[dict[str, Any]]) -> list[str]:
         "model | steps | batch | objective | seconds in all | ms a step | peak MiB",
         [
             [
-                r["model"], str(r["steps"]), f"{r['rows']} x {r['length']}",
+                r["model"],
+                str(r["steps"]),
+                f"{r['rows']} x {r['length']}",
                 r.get("objective", "cross_entropy").replace("_", " "),
-                f"{r['total_seconds']:.1f}", milli(r["search_seconds"]), whole(r["search_mib"]),
+                f"{r['total_seconds']:.1f}",
+                milli(r["search_seconds"]),
+                whole(r["search_mib"]),
             ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def scans_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -79,13 +87,18 @@ def scans_table(rows: list[dict[str, Any]]) -> list[str]:
         "search | candidates | model | layers | batches | first run s | s | peak MiB",
         [
             [
-                r["search"], r["family"].replace("_", ", "), r["model"], str(r["layers"]),
-                f"{r['batches']} of {r['rows']} x {r['length']}", f"{r['first_seconds']:.2f}",
-                f"{r['seconds']:.2f}", whole(r["search_mib"]),
+                r["search"],
+                r["family"].replace("_", ", "),
+                r["model"],
+                str(r["layers"]),
+                f"{r['batches']} of {r['rows']} x {r['length']}",
+                f"{r['first_seconds']:.2f}",
+                f"{r['seconds']:.2f}",
+                whole(r["search_mib"]),
             ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
 
 
 def exponent(rows: list[dict[str, Any]], key: str) -> str:
@@ -104,11 +117,17 @@ def growth_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = table(
         "axis | size | plain ms | search ms | plain MiB | search MiB",
         [
-            [r["axis"], str(r["size"]), milli(r["plain_seconds"]), milli(r["search_seconds"]),
-             whole(r["plain_mib"]), whole(r["search_mib"])]
+            [
+                r["axis"],
+                str(r["size"]),
+                milli(r["plain_seconds"]),
+                milli(r["search_seconds"]),
+                whole(r["plain_mib"]),
+                whole(r["search_mib"]),
+            ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
     lines += ["Exponents p of the fit size^p (least squares in logarithms):", ""]
     axes = dict.fromkeys(r["axis"] for r in rows)
     body = []
@@ -133,14 +152,20 @@ def peers_table(rows: list[dict[str, Any]]) -> list[str]:
         "size | dtype | library | format | ms | times a copy | times ours | where",
         [
             [
-                r["size"], r["dtype"], r["library"], r["format"],
-                *([r["reason"], "-", "-"] if r["ms"] is None
-                  else [f"{r['ms']:.2f}", f"{r['x_copy']:.1f}", f"{r['x_ours']:.1f}"]),
+                r["size"],
+                r["dtype"],
+                r["library"],
+                r["format"],
+                *(
+                    [r["reason"], "-", "-"]
+                    if r["ms"] is None
+                    else [f"{r['ms']:.2f}", f"{r['x_copy']:.1f}", f"{r['x_ours']:.1f}"]
+                ),
                 r["where"],
             ]
             for r in rows
         ],
-    )  # fmt: skip
+    )
 
 
 TABLES: dict[str, tuple[str, Callable[[list[dict[str, Any]]], list[str]]]] = {

@@ -98,9 +98,14 @@ def run_search(
 
 
 def compare_steps(
-    model: nn.Module, shape: Shape, rows: int, length: int, device: str, repeats: int,
+    model: nn.Module,
+    shape: Shape,
+    rows: int,
+    length: int,
+    device: str,
+    repeats: int,
     variants: list[dict[str, Any]],
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """A row for each variant of the search's settings, beside the plain step."""
     batches = [make_tokens(shape, rows, length)]
     base = {"model": shape.name, "rows": rows, "length": length}
@@ -197,11 +202,20 @@ def scans(device: str, tiny: bool) -> list[dict[str, Any]]:
             started = time.perf_counter()
             result = dmx.search(model, batches, Budget(5.0), config)
             seconds.append(time.perf_counter() - started)
-        found.append({
-            "search": name, "family": family, "model": shape.name, "layers": len(result.units),
-            "batches": n, "rows": rows, "length": length, "first_seconds": seconds[0],
-            "seconds": statistics.median(seconds[1:] or seconds), "search_mib": peak_mib(device),
-        })  # fmt: skip
+        found.append(
+            {
+                "search": name,
+                "family": family,
+                "model": shape.name,
+                "layers": len(result.units),
+                "batches": n,
+                "rows": rows,
+                "length": length,
+                "first_seconds": seconds[0],
+                "seconds": statistics.median(seconds[1:] or seconds),
+                "search_mib": peak_mib(device),
+            }
+        )
         say(f"{name}: {seconds}")
     return found
 
@@ -218,10 +232,12 @@ def growth(device: str, tiny: bool) -> list[dict[str, Any]]:
                 shape = dataclasses.replace(base, layers=int(base.layers * factor))
             elif axis == "width":
                 shape = dataclasses.replace(
-                    base, hidden=int(base.hidden * factor), heads=int(base.heads * factor),
+                    base,
+                    hidden=int(base.hidden * factor),
+                    heads=int(base.heads * factor),
                     intermediate=int(base.intermediate * factor),
                     kv_heads=max(1, int(base.kv_heads * factor)),
-                )  # fmt: skip
+                )
             else:
                 n = int(rows * factor)
             model = make_model(shape, device)

@@ -13,8 +13,11 @@ def check_of(name: str, values: list[float], limit: float, *, at_least: bool) ->
     worst = min(values) if at_least else max(values)
     met = worst >= limit if at_least else worst <= limit
     return [
-        name, f"{'>=' if at_least else '<='} {limit:g}", f"{worst:.2f}", "met" if met else "missed"
-    ]  # fmt: skip
+        name,
+        f"{'>=' if at_least else '<='} {limit:g}",
+        f"{worst:.2f}",
+        "met" if met else "missed",
+    ]
 
 
 def targets(device: str, found: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
@@ -23,16 +26,19 @@ def targets(device: str, found: dict[str, list[dict[str, Any]]]) -> list[list[st
 
     def kernel(start: str, key: str, dtype: str = "") -> list[float]:
         return [
-            float(r[key]) for r in rows
+            float(r[key])
+            for r in rows
             if r["kernel"].startswith(start) and r["dtype"].startswith(dtype)
-        ]  # fmt: skip
+        ]
 
     if device == "cpu":
         return [
-            check_of(f"{f} {d}, times a copy", kernel(f"fake_quant {f}", "x_copy", d), n,
-                     at_least=False)
-            for d, n in (("float32", 3), ("bfloat16", 5)) for f in ("mxfp4", "mxfp8")
-        ]  # fmt: skip
+            check_of(
+                f"{f} {d}, times a copy", kernel(f"fake_quant {f}", "x_copy", d), n, at_least=False
+            )
+            for d, n in (("float32", 3), ("bfloat16", 5))
+            for f in ("mxfp4", "mxfp8")
+        ]
 
     def step(kind: str, a: str, b: str) -> list[float]:
         return [
@@ -43,34 +49,59 @@ def targets(device: str, found: dict[str, list[dict[str, Any]]]) -> list[list[st
 
     def seconds(section: str, key: str, **wanted: Any) -> list[float]:
         return [
-            r[key] for r in found.get(section, [])
-            if all(r.get(k) == v for k, v in wanted.items())
-        ]  # fmt: skip
+            r[key] for r in found.get(section, []) if all(r.get(k) == v for k, v in wanted.items())
+        ]
 
     both = [("cross_entropy", 1.8), ("kl", 2.3)]
     return [
-        check_of("fake quantization, share of copy speed", kernel("fake_quant", "of_limit"), 0.9,
-                 at_least=True),
+        check_of(
+            "fake quantization, share of copy speed",
+            kernel("fake_quant", "of_limit"),
+            0.9,
+            at_least=True,
+        ),
         check_of("continuous forward", kernel("continuous", "of_limit"), 0.85, at_least=True),
-        check_of("continuous backward, share of its limit", kernel("backward", "of_limit"), 0.7,
-                 at_least=True),
-        check_of("packing, share of its limit", kernel("quantize_packed", "of_limit"), 0.8,
-                 at_least=True),
+        check_of(
+            "continuous backward, share of its limit",
+            kernel("backward", "of_limit"),
+            0.7,
+            at_least=True,
+        ),
+        check_of(
+            "packing, share of its limit", kernel("quantize_packed", "of_limit"), 0.8, at_least=True
+        ),
         *(
-            check_of(f"SmolLM2-135M step, {kind.replace('_', ' ')}, times plain",
-                     step(kind, "search_seconds", "plain_seconds"), limit, at_least=False)
+            check_of(
+                f"SmolLM2-135M step, {kind.replace('_', ' ')}, times plain",
+                step(kind, "search_seconds", "plain_seconds"),
+                limit,
+                at_least=False,
+            )
             for kind, limit in both
         ),
         *(
-            check_of(f"SmolLM2-135M peak memory, {kind.replace('_', ' ')}, times plain",
-                     step(kind, "search_mib", "plain_mib"), 1.5, at_least=False)
+            check_of(
+                f"SmolLM2-135M peak memory, {kind.replace('_', ' ')}, times plain",
+                step(kind, "search_mib", "plain_mib"),
+                1.5,
+                at_least=False,
+            )
             for kind, _ in both
         ),
         check_of("400 steps of 8 x 2048, s", seconds("long", "total_seconds"), 120, at_least=False),
-        check_of("kl scan of 210 layers, s", seconds("scans", "seconds", search="kl"), 3,
-                 at_least=False),
-        check_of("fisher, three candidates, s", seconds("scans", "seconds", search="fisher"), 4,
-                 at_least=False),
-        check_of("8 B, 10 steps, peak GiB",
-                 [m / 1024 for m in seconds("large", "search_mib")], 80, at_least=False),
-    ]  # fmt: skip
+        check_of(
+            "kl scan of 210 layers, s", seconds("scans", "seconds", search="kl"), 3, at_least=False
+        ),
+        check_of(
+            "fisher, three candidates, s",
+            seconds("scans", "seconds", search="fisher"),
+            4,
+            at_least=False,
+        ),
+        check_of(
+            "8 B, 10 steps, peak GiB",
+            [m / 1024 for m in seconds("large", "search_mib")],
+            80,
+            at_least=False,
+        ),
+    ]

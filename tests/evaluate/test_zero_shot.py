@@ -356,10 +356,17 @@ def test_the_command_fills_the_rows_and_the_report(dmx_data, tmp_path, monkeypat
 
     folder = tmp_path / "run"
     arguments = [
-        "evaluate", "model=tiny_random", "run.device=cpu", "eval=zero_shot",
-        "eval.perplexity=false", "eval.limit=4", "eval.tasks=[arc_easy,hellaswag]",
-        "assignments=[bf16,mxfp4]", "evaluation.quantized=[W+A,W]", f"run.folder={folder}",
-    ]  # fmt: skip
+        "evaluate",
+        "model=tiny_random",
+        "run.device=cpu",
+        "eval=zero_shot",
+        "eval.perplexity=false",
+        "eval.limit=4",
+        "eval.tasks=[arc_easy,hellaswag]",
+        "assignments=[bf16,mxfp4]",
+        "evaluation.quantized=[W+A,W]",
+        f"run.folder={folder}",
+    ]
     monkeypatch.setattr("sys.argv", arguments)
     evaluate.main()
     rows = Record.load(folder / "record.json").rows

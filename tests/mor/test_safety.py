@@ -92,8 +92,9 @@ def test_outliers_hurt_without_the_net_and_not_with_it(tiny_trained):
     assignment = uniform(model)
     tokens = tiny_trained.tokenizer(
         "The following sections describe the standard types that are built into the interpreter. "
-        * 8, return_tensors="pt"
-    )["input_ids"]  # fmt: skip
+        * 8,
+        return_tensors="pt",
+    )["input_ids"]
     net = SafetyNet.calibrate(model, assignment, [tokens[:, :300]])
 
     def loss(safety=None, quantized=True) -> float:

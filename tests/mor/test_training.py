@@ -41,18 +41,29 @@ def windows(n: int, seed: int = 0) -> Tensor:
 
 def settings(**changes) -> TrainConfig:
     plain = {
-        "window": 16, "batch_size": 8, "max_steps": 12, "lr": 5e-3, "validate_every": 4,
-        "checkpoint_every": 5, "log_every": 3, "epochs": 2,
-    }  # fmt: skip
+        "window": 16,
+        "batch_size": 8,
+        "max_steps": 12,
+        "lr": 5e-3,
+        "validate_every": 4,
+        "checkpoint_every": 5,
+        "log_every": 3,
+        "epochs": 2,
+    }
     return TrainConfig(**(plain | changes))
 
 
 def run(model, folder: Path, recipe="tensor", config=None, seed=0):
     model = fresh_weights(model, seed=1)
     result = train(
-        model, windows(64), windows(8, seed=5), config or settings(), RECIPES[recipe],
-        folder=folder, seed=seed,
-    )  # fmt: skip
+        model,
+        windows(64),
+        windows(8, seed=5),
+        config or settings(),
+        RECIPES[recipe],
+        folder=folder,
+        seed=seed,
+    )
     return model, result
 
 
@@ -162,9 +173,14 @@ def test_checkpoints_of_other_settings_are_refused(tiny_random, tmp_path):
 def test_outlier_hurts_current_scaling_and_not_mor(make_tiny, tmp_path):
     """Three steps after an outlier that changes no function."""
     config = TrainConfig(
-        window=64, batch_size=8, max_steps=6, lr=1e-4, validate_every=1, log_every=1,
+        window=64,
+        batch_size=8,
+        max_steps=6,
+        lr=1e-4,
+        validate_every=1,
+        log_every=1,
         outlier=OutlierConfig(step=3),
-    )  # fmt: skip
+    )
 
     def jump(recipe: str) -> float:
         tiny = make_tiny("llama", train_steps=300)

@@ -658,11 +658,15 @@ def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_
     assert not (tmp_path / "other").exists()
 
 
-def test_names_alone_take_the_rounding_along(tiny_random, tmp_path):
+def test_names_alone_take_the_weights_along(tiny_random, tmp_path):
     model = tiny_random.model
     rounded = gptq(model, uniform(model), BATCHES)
+    dmx.apply(model, rounded)
+    expected = logits(model)
+    dmx.restore(model)
     dmx.export(model, rounded, tmp_path / "out", target="assignment")
     dmx.apply(model, Assignment.load(tmp_path / "out" / "assignment.json"))
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.slow
