@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dmx.applying.layers import quantized_layers
+from dmx.applying.linear import quantized_layers
 from safetensors.torch import load
 
 import dmx
