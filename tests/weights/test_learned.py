@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dmx.applying.linear import quantized_layers
 from safetensors.torch import load
 
 import dmx
+from dmx.applying.linear import quantized_layers
 from dmx.applying.stored import from_bytes
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.space import build_space
