@@ -527,7 +527,7 @@ def test_gpt2_with_its_own_kind_of_layer_is_refused_for_its_share():
 
 def test_embeddings_are_no_part_of_a_block():
     check_searchable(nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64)))
-    with pytest.raises(ModelError, match="lie outside nn.Linear"):
+    with pytest.raises(ModelError, match=r"lie outside nn\.Linear"):
         check_searchable(nn.Sequential(nn.Conv1d(64, 64, 1), nn.Linear(64, 64)))
 
 
