@@ -113,9 +113,13 @@ class LearnConfig:
             if not (is_number and math.isfinite(value) and value > 0):
                 raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
         for name, low in (
-            ("steps", 1), ("warmup", 0), ("seed", 0), ("held_batches", 0), ("micro_batch", 1),
+            ("steps", 1),
+            ("warmup", 0),
+            ("seed", 0),
+            ("held_batches", 0),
+            ("micro_batch", 1),
             ("checkpoint_every", 1),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if name in ("held_batches", "micro_batch") and value is None:
                 continue
@@ -282,9 +286,7 @@ class _Learning:
         """Leave a checkpoint, after a look at the losses so far."""
         self.check_finite()
         if self.processes.is_main:
-            facts = {
-                "step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds
-            }  # fmt: skip
+            facts = {"step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds}
             tensors = {"masters": self.masters.values, "history": self.history}
             self.file.save(State(facts, tensors | self.optimizer.state()))
 
@@ -403,12 +405,20 @@ def learn_weights(
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
     facts: dict[str, Any] = {
-        "name": "learned", "steps": config.steps, "lr": config.lr, "warmup": config.warmup,
-        "max_norm": config.max_norm, "seed": config.seed, "inputs": config.inputs,
-        "masters": config.masters, "optimizer_state": config.optimizer_state,
-        "batches": len(learned), "held_batches": len(held),
-        "tokens": config.steps * learned[0].numel(), "batches_sha256": batches_sha256(listed),
-    }  # fmt: skip
+        "name": "learned",
+        "steps": config.steps,
+        "lr": config.lr,
+        "warmup": config.warmup,
+        "max_norm": config.max_norm,
+        "seed": config.seed,
+        "inputs": config.inputs,
+        "masters": config.masters,
+        "optimizer_state": config.optimizer_state,
+        "batches": len(learned),
+        "held_batches": len(held),
+        "tokens": config.steps * learned[0].numel(),
+        "batches_sha256": batches_sha256(listed),
+    }
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
@@ -421,9 +431,12 @@ def learn_weights(
     device = next(model.parameters()).device
     # Whatever mode the caller is in, as for `search`.
     with (
-        evaluating(model), torch.inference_mode(False), torch.enable_grad(),
-        torch.autocast(device.type, enabled=False), ExitStack() as stage,
-    ):  # fmt: skip
+        evaluating(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        ExitStack() as stage,
+    ):
         masters, samples, rotations = _prepare(model, assignment, config, stage)
         bank = stage.enter_context(
             learning_model(model, masters, assignment, rotations, inputs=config.inputs)

@@ -406,12 +406,12 @@ def test_another_run_or_a_damaged_checkpoint_is_refused(tiny_random, tmp_path):
     model = tiny_random.model
     learn_weights(model, uniform(model), BATCHES, LearnConfig(**SHORT), folder=tmp_path)
     other = LearnConfig(**SHORT | {"lr": 2e-3})
-    for changed in (
-        {"config": other}, {"batches": BATCHES[:5]}, {"assignment": mixed(model)}
-    ):  # fmt: skip
+    for changed in ({"config": other}, {"batches": BATCHES[:5]}, {"assignment": mixed(model)}):
         arguments = {
-            "assignment": uniform(model), "batches": BATCHES, "config": LearnConfig(**SHORT)
-        }  # fmt: skip
+            "assignment": uniform(model),
+            "batches": BATCHES,
+            "config": LearnConfig(**SHORT),
+        }
         with pytest.raises(RunError, match=r"is of a learning run with other settings.*Choose"):
             learn_weights(model, **arguments | changed, folder=tmp_path)
     path = tmp_path / STATE_FILE
@@ -467,13 +467,19 @@ def test_what_cannot_learn_is_refused(tiny_random, make_tiny):
 @pytest.mark.parametrize(
     "setting, value, error",
     [
-        ("steps", 0, RunError), ("lr", 0.0, RunError), ("lr", math.nan, RunError),
-        ("max_norm", True, RunError), ("warmup", -1, RunError), ("micro_batch", 0, RunError),
-        ("inputs", "yes", RunError), ("masters", "float16", FormatError),
-        ("optimizer_state", "4bit", FormatError), ("keep_reference", "always", FormatError),
+        ("steps", 0, RunError),
+        ("lr", 0.0, RunError),
+        ("lr", math.nan, RunError),
+        ("max_norm", True, RunError),
+        ("warmup", -1, RunError),
+        ("micro_batch", 0, RunError),
+        ("inputs", "yes", RunError),
+        ("masters", "float16", FormatError),
+        ("optimizer_state", "4bit", FormatError),
+        ("keep_reference", "always", FormatError),
         ("cuda_graph", "never", FormatError),
     ],
-)  # fmt: skip
+)
 def test_settings_check_themselves(setting, value, error):
     with pytest.raises(error, match=rf"learn\.{setting}="):
         LearnConfig(**{setting: value})
