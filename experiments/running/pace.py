@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from dmx.models.running import evaluating
 from dmx.searching import search_space
 
-from ..reporting.texts import seconds_text
+from ..reporting.texts import seconds_text, work_text
 from .bench import Bench
 from .guard import console
 from .plan import SearchPlan
@@ -145,7 +145,7 @@ class Pace:
             ) if asked
         ]  # fmt: skip
         self.started = time.perf_counter()
-        console.print(self.announcement(), highlight=False)
+        console.print(self.announcement(), highlight=False, soft_wrap=True)
 
     @property
     def step_seconds(self) -> float:
@@ -184,9 +184,5 @@ class Pace:
         }
         if self.resumed:
             facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"
-        else:
-            console.print(
-                f"the work took {seconds_text(seconds)}, {facts['plain_steps']:.0f} plain steps of "
-                f"{self.step_seconds:.2f} s (expected: {self.expected_steps:.0f})", highlight=False,
-            )  # fmt: skip
+        console.print(f"the work took {work_text(facts)}", highlight=False, soft_wrap=True)
         return facts

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from experiments import search
+from experiments.reporting.texts import work_text
 from experiments.running.pace import OVERHEAD, Sizes, expected_stages, plain_step, plain_step_times
 from tests.experiments.test_configs import built
 
@@ -62,7 +63,9 @@ def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(run, tm
     assert pace["plain_step_shape"] == [1, 64] and pace["not_expected"] == []
     assert pace["plain_steps"] == pytest.approx(pace["seconds"] / pace["plain_step_seconds"])
     assert pace["expected_plain_steps"] == pytest.approx(sum(pace["expected_stages"].values()))
-    assert f"{pace['plain_steps']:.0f} plain steps" in err
+    said = work_text(pace)
+    assert f"{pace['plain_steps']:.0f} plain steps of" in said
+    assert said in err and said in (tmp_path / "out" / "report.html").read_text()
 
     (tmp_path / "out" / "record.json").unlink()  # as if it had died before its end
     code, _, err = run(search, *arguments)
