@@ -189,6 +189,8 @@ class _Learning:
     held: Sequence[Tensor]
     config: LearnConfig
     file: StateFile
+    is_causal: bool
+    """Whether attention is purely causal sdpa."""
     step: int = 0
     kl_before: float | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -215,7 +217,7 @@ class _Learning:
             obstacle = f"the model is on {self.device.type}"
         elif self.config.gradient_checkpointing:
             obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
-        elif not is_purely_causal(self.model, self.batches[0].shape[1]):
+        elif not self.is_causal:
             obstacle = "the model's attention is not purely causal sdpa"
         if asked == "on" and obstacle:
             raise RunError(f"learn.cuda_graph=on: {obstacle}. Use learn.cuda_graph=off.")
@@ -442,9 +444,10 @@ def learn_weights(
             learning_model(model, masters, assignment, rotations, inputs=config.inputs)
         )
         stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
-        if device.type == "cuda" and is_purely_causal(model, listed[0].shape[1]):
+        is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
+        if device.type == "cuda" and is_causal:
             stage.enter_context(maskless_attention(model))
-        run = _Learning(model, bank, masters, learned, held, config, file)
+        run = _Learning(model, bank, masters, learned, held, config, file, is_causal)
         run.run()
         stored = _store(masters, samples, assignment)
     facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}

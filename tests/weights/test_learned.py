@@ -316,6 +316,30 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert LearnConfig(steps=5, warmup=0).rate(0) == 2e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transform", ["none", "hadamard_block"])
+@pytest.mark.parametrize("options", [{}, {"keep_reference": "off"}, {"micro_batch": 1}], ids=str)
+def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, monkeypatch):
+    model = make_tiny("smollm2", dtype="bfloat16").model.cuda()
+    graphs, init = [], learned._Learning.__post_init__
+
+    def watched(self):
+        init(self)
+        graphs.append(self.uses_graph)
+
+    monkeypatch.setattr(learned._Learning, "__post_init__", watched)
+    assignment = uniform(model, transform=transform)
+    captured, eager = (
+        learn_weights(
+            model, assignment, BATCHES, LearnConfig(steps=20, lr=1e-3, cuda_graph=graph, **options)
+        ).weights
+        for graph in ("auto", "off")
+    )
+    assert graphs == [True, False]
+    assert captured["kl_after"] == pytest.approx(eager["kl_after"], rel=0.05)
+    assert captured["kl_after"] < captured["kl_before"]
+
+
 # ---------------------------------------------------------------- stopped runs
 
 
