@@ -1,5 +1,6 @@
 """What a run says of how long it will take, and of the work that it was."""
 
+import copy
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from experiments import search
 from experiments.reporting.texts import work_text
+from experiments.running import pace
 from experiments.running.pace import OVERHEAD, Sizes, expected_stages, plain_step, plain_step_times
 from tests.experiments.test_configs import built
 
@@ -88,3 +90,13 @@ def test_without_being_asked_a_run_is_not_timed(run, tmp_path):
     assert code == 0 and "plain step" not in err
     assert json.loads((tmp_path / "out" / "record.json").read_text())["pace"] is None
     assert not built("data=synthetic").pace
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (1.2, False)])
+def test_slow_products_in_bfloat16_are_said(monkeypatch, tiny_random, seconds, says):
+    taken = {torch.bfloat16: seconds, torch.float32: 1.0}
+    monkeypatch.setattr(pace, "product_seconds", taken.__getitem__)
+    model = copy.deepcopy(tiny_random.model).bfloat16()
+    advice = pace.dtype_advice(model)
+    assert ("3.0 times those in float32" in advice and "model.dtype=float32" in advice) is says
+    assert pace.dtype_advice(model.float()) == ""
