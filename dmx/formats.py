@@ -20,10 +20,14 @@ Operand = Literal["weight", "input"]
 """One side of a linear layer's product."""
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
-ScaleRule = Literal["floor", "ceil", "even", "rceil"]
+ScaleRule = Literal["floor", "ceil", "even", "rceil", "mse"]
 """How the shared exponent follows from a block; see `dmx.numerics.scaling`."""
-SCALE_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
-RULE_OPERANDS: dict[ScaleRule, tuple[Operand, ...]] = dict.fromkeys(SCALE_RULES, OPERANDS)
+SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil")
+"""Those that look at a block's amax alone."""
+WEIGHT_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
+RULE_OPERANDS: dict[ScaleRule, tuple[Operand, ...]] = {
+    rule: OPERANDS if rule in SCALE_RULES else ("weight",) for rule in WEIGHT_RULES
+}
 """The operands that a rule is for; one that looks at more than amax is for weights alone."""
 
 BitUnit = Literal["element_bits", "bits_per_element"]

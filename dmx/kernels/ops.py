@@ -6,6 +6,8 @@ else the environment variable DMX_BACKEND, else `auto`. It is said once through 
 backend that was asked for and is missing is an error. None of these functions is differentiable;
 `dmx.continuous_fake_quant` and `dmx.fake_quant` put autograd around them.
 
+The scale rule `mse` has no form in C++: on the CPU the reference computes it.
+
 Where sums run in another order than in the reference, results differ by float32 rounding: the
 offset's gradient, and losses of rows with their gradients.
 """
@@ -23,7 +25,14 @@ from torch import Tensor
 
 from dmx import numerics
 from dmx.errors import RunError
-from dmx.formats import SCALE_RULES, BlockFormat, ScaleRule, check_choice, get_block_format
+from dmx.formats import (
+    SCALE_RULES,
+    WEIGHT_RULES,
+    BlockFormat,
+    ScaleRule,
+    check_choice,
+    get_block_format,
+)
 from dmx.kernels import cpu
 from dmx.numerics.continuous import N_PATH_PARAMETERS
 from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
@@ -123,9 +132,14 @@ def _checked(
     x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
 ) -> tuple[BlockFormat, int]:
     block_format = get_block_format(block_format)
-    check_choice(scale_rule, SCALE_RULES, "scale_rule")
+    check_choice(scale_rule, WEIGHT_RULES, "scale_rule")
     check_input(x)
     return block_format, check_axis(x, axis)
+
+
+def _backend_of(x: Tensor, scale_rule: ScaleRule) -> str:
+    backend = choose_backend(x.device)
+    return "reference" if backend == "cpp" and scale_rule not in SCALE_RULES else backend
 
 
 @torch.no_grad()
@@ -140,7 +154,7 @@ def fake_quant(
     """Quantize and dequantize in one step; see `dmx.numerics.fake_quant`."""
     block_format, axis = _checked(x, block_format, axis, scale_rule)
     check_out(x, out)
-    backend = choose_backend(x.device)
+    backend = _backend_of(x, scale_rule)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, scale_rule, out)
     if backend == "triton":
@@ -177,7 +191,7 @@ def quantize(
 ) -> MXTensor:
     """Codes and scales; see `dmx.numerics.quantize`."""
     block_format, axis = _checked(x, block_format, axis, scale_rule)
-    backend = choose_backend(x.device)
+    backend = _backend_of(x, scale_rule)
     if backend == "cpp":
         return cpu.quantize(x, block_format, axis, scale_rule)
     if backend == "triton":
@@ -201,7 +215,7 @@ def quantize_packed(
     """
     block_format, _axis = _checked(x, block_format, -1, scale_rule)
     check_packable(x.shape[-1], block_format.element.bits)
-    backend = choose_backend(x.device)
+    backend = _backend_of(x, scale_rule)
     if backend == "cpp":
         return cpu.quantize_packed(x, block_format, scale_rule)
     if backend == "triton":

@@ -66,6 +66,46 @@ def scale_exponent(
     return tl.minimum(tl.maximum(exponent, -127), 127)
 
 
+@triton.jit
+def round_magnitude(scaled, EMIN: tl.constexpr, M: tl.constexpr, MAX_NORMAL: tl.constexpr):
+    """Nearest value of the element grid for magnitudes in units of the scale."""
+    binade = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+    c = (binade + ((23 - M) << 23)).to(tl.float32, bitcast=True)
+    return tl.minimum((scaled + c) - c, MAX_NORMAL)
+
+
+@triton.jit
+def least_squares_exponent(
+    magnitude,
+    floor,
+    EMIN: tl.constexpr,
+    M: tl.constexpr,
+    MAX_NORMAL: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The rule `mse`; see `dmx.numerics.scaling`, also for the order of the sums.
+
+    magnitude: (BLOCKS, 32) bits of |x|. floor: (BLOCKS,) exponent of the floor rule.
+    """
+    x = magnitude.to(tl.float32, bitcast=True) * power_of_two(-floor)[:, None]
+    best = floor
+    least = tl.full((BLOCKS,), float("inf"), tl.float32)
+    for i in tl.static_range(4):
+        exponent = tl.minimum(tl.maximum(floor + (2 - i), -127), 127)
+        scaled = x * power_of_two(floor - exponent)[:, None]
+        rounded = round_magnitude(scaled, EMIN, M, MAX_NORMAL)
+        error = x - rounded * power_of_two(exponent - floor)[:, None]
+        a, b = tl.split(tl.reshape(error * error, (BLOCKS, 16, 2)))
+        a, b = tl.split(tl.reshape(a + b, (BLOCKS, 8, 2)))
+        a, b = tl.split(tl.reshape(a + b, (BLOCKS, 4, 2)))
+        a, b = tl.split(tl.reshape(a + b, (BLOCKS, 2, 2)))
+        a, b = tl.split(a + b)
+        total = a + b
+        best = tl.where(total < least, exponent, best)
+        least = tl.minimum(total, least)
+    return tl.where(tl.max(magnitude, axis=1) > 0, best, -127)
+
+
 @triton.jit(do_not_specialize=["n", "n_blocks"])
 def _fake_quant_kernel(
     x_ptr,
@@ -87,12 +127,12 @@ def _fake_quant_kernel(
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(magnitude, axis=1)
     exponent = scale_exponent(amax, EMAX, M, TOP_MANTISSA, RULE)
+    if RULE == "mse":
+        exponent = least_squares_exponent(magnitude, exponent, EMIN, M, MAX_NORMAL, BLOCKS)
     # A NaN scale makes the whole block NaN.
     scale = tl.where(amax < 0x7F800000, power_of_two(exponent), float("nan"))
     scaled = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
-    binade = tl.maximum(scaled.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
-    c = (binade + ((23 - M) << 23)).to(tl.float32, bitcast=True)
-    rounded = tl.minimum((scaled + c) - c, MAX_NORMAL)
+    rounded = round_magnitude(scaled, EMIN, M, MAX_NORMAL)
     value = (rounded * scale[:, None]).to(tl.int32, bitcast=True) | (bits & -0x80000000)
     y = value.to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offsets, y, mask=mask)
@@ -109,6 +149,7 @@ def _quantize_kernel(
     EMAX: tl.constexpr,
     M: tl.constexpr,
     BITS: tl.constexpr,
+    MAX_NORMAL: tl.constexpr,
     MAX_CODE: tl.constexpr,
     NAN_CODE: tl.constexpr,
     TOP_MANTISSA: tl.constexpr,
@@ -124,6 +165,8 @@ def _quantize_kernel(
     amax = tl.max(magnitude, axis=1)
     finite = amax < 0x7F800000
     exponent = scale_exponent(amax, EMAX, M, TOP_MANTISSA, RULE)
+    if RULE == "mse":
+        exponent = least_squares_exponent(magnitude, exponent, EMIN, M, MAX_NORMAL, BLOCKS)
     tl.store(scale_ptr + block, tl.where(finite, exponent + 127, 255).to(tl.uint8), mask=in_range)
     scaled = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
     LOW: tl.constexpr = (EMIN + 127) << 23
@@ -229,6 +272,7 @@ def _launch_quantize(
             EMAX=element.emax,
             M=element.mantissa_bits,
             BITS=element.bits,
+            MAX_NORMAL=element.max_normal,
             MAX_CODE=element.max_code,
             NAN_CODE=element.nan_block_code,
             TOP_MANTISSA=top_mantissa(element),

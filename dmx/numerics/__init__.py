@@ -18,13 +18,14 @@ from dmx.numerics.distances import (
 )
 from dmx.numerics.mx import MXTensor, fake_quant, quantize
 from dmx.numerics.rounding import codes_to_element, element_to_codes, round_to_element
-from dmx.numerics.scaling import amax_to_scale_exponent
+from dmx.numerics.scaling import amax_to_scale_exponent, block_to_scale_exponent
 
 __all__ = [
     "MXTensor",
     "PathParameters",
     "add_fisher",
     "amax_to_scale_exponent",
+    "block_to_scale_exponent",
     "codes_to_element",
     "continuous_derivatives",
     "continuous_fake_quant",

@@ -28,7 +28,7 @@ from dmx.numerics.rounding import (
     exact_power_of_two,
     round_to_element,
 )
-from dmx.numerics.scaling import amax_to_scale_exponent
+from dmx.numerics.scaling import block_to_scale_exponent
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,7 +73,7 @@ def _quantize_blocks(
     blocks, element = to_blocks(x, axis, block_format.block_size), block_format.element
     finite = blocks.isfinite().all(-1)
     clean = torch.where(finite[..., None], blocks, 0.0)
-    exponent = amax_to_scale_exponent(clean.abs().amax(-1), element, scale_rule)
+    exponent = block_to_scale_exponent(clean, element, scale_rule)
     # Multiplying by 2**-e is exact; the reciprocal of 2**-127 is representable, of 2**127 too.
     return (
         round_to_element(clean * exact_power_of_two(-exponent)[..., None], element),

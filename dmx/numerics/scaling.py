@@ -1,4 +1,4 @@
-"""Shared scale of a block from its amax, for the four scale rules in use.
+"""Shared scale of a block: from its amax, by four rules in use, or by its squared error.
 
 With K = floor(log2 amax), all in exact integer arithmetic on the bits of float32 amax:
 
@@ -9,14 +9,34 @@ With K = floor(log2 amax), all in exact integer arithmetic on the bits of float3
 
 clamped to [-127, 127]. `floor` saturates up to a factor of two below the next binade; the others
 trade that for coarser steps. Peers: compressed-tensors uses `even`, torchao offers all of them.
+
+    mse     of the exponents floor - 1 ... floor + 2 the one with the least squared error of the block,
+            ties to the larger; for weights, which are quantized once
+
+These four reach every exponent that another rule may choose, and one below. Sums of errors decide, so their
+order is part of the definition: neighbours first, (x0 + x1), (x2 + x3), ..., then neighbouring sums.
 """
 
 import torch
 from torch import Tensor
 
-from dmx.formats import E8M0, SCALE_RULES, ElementFormat, ScaleRule, check_choice
-from dmx.numerics.rounding import FP32_MANTISSA_BITS, float_exponent
+from dmx.formats import (
+    E8M0,
+    SCALE_RULES,
+    WEIGHT_RULES,
+    ElementFormat,
+    ScaleRule,
+    check_choice,
+)
+from dmx.numerics.rounding import (
+    FP32_MANTISSA_BITS,
+    exact_power_of_two,
+    float_exponent,
+    round_to_element,
+)
 
+MSE_OFFSETS = (2, 1, 0, -1)
+"""From the floor rule's exponent; a later one wins only where it is better."""
 _MANTISSA_MASK = (1 << FP32_MANTISSA_BITS) - 1
 
 
@@ -34,7 +54,7 @@ def amax_to_scale_exponent(
 
     Raises:
         TypeError: amax is not float32; half precision would round before the floor.
-        FormatError: unknown rule.
+        FormatError: unknown rule, or one that looks at more than amax.
     """
     if amax.dtype != torch.float32:
         raise TypeError(f"amax must be float32, got {amax.dtype}")
@@ -51,3 +71,41 @@ def amax_to_scale_exponent(
         top = element.max_mantissa << (FP32_MANTISSA_BITS - element.mantissa_bits)
         exponent = exponent + ((bits & _MANTISSA_MASK) > top)
     return exponent.clamp(-E8M0.bias, E8M0.bias).to(torch.int32)
+
+
+def block_to_scale_exponent(
+    blocks: Tensor, element: ElementFormat, scale_rule: ScaleRule = "floor"
+) -> Tensor:
+    """Unbiased exponent of each block's scale, by any rule.
+
+    Args:
+        blocks: (..., n) float32, n a power of two, finite.
+
+    Returns:
+        int32 (...), in [-127, 127]; a block of zeros gives -127.
+
+    Raises:
+        As `amax_to_scale_exponent`.
+    """
+    check_choice(scale_rule, WEIGHT_RULES, "scale_rule")
+    amax = blocks.abs().amax(-1)
+    if scale_rule != "mse":
+        return amax_to_scale_exponent(amax, element, scale_rule)
+    floor = amax_to_scale_exponent(amax, element)
+    # In units of the floor scale squares neither overflow nor vanish where they matter.
+    x = blocks * exact_power_of_two(-floor)[..., None]
+    best, least = floor, torch.full_like(amax, torch.inf)
+    for offset in MSE_OFFSETS:
+        exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
+        step = exact_power_of_two(exponent - floor)[..., None]
+        error = _sum_by_pairs((x - round_to_element(x / step, element) * step).square())
+        is_better = error < least
+        best, least = torch.where(is_better, exponent, best), torch.where(is_better, error, least)
+    return torch.where(amax > 0, best, -E8M0.bias).to(torch.int32)
+
+
+def _sum_by_pairs(x: Tensor) -> Tensor:
+    """Sum over the last axis, a power of two long, in the order that the rule defines."""
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x.squeeze(-1)

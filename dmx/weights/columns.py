@@ -21,12 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
-from dmx.numerics import amax_to_scale_exponent, round_to_element
+from dmx.numerics import block_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 
 LAZY_COLUMNS = 128
@@ -141,7 +142,8 @@ def round_weight(
         for first in range(start, end, BLOCK_SIZE):
             last = min(first + BLOCK_SIZE, end)
             block, own = free[first:last], factor[first:last, first:last]
-            exponent = amax_to_scale_exponent(block.abs().amax(0), element, scale_rule)
+            padded = F.pad(block, (0, 0, 0, BLOCK_SIZE - len(block)))
+            exponent = block_to_scale_exponent(padded.T, element, scale_rule)
             # Powers of two: the loop in units of the scale gives the bits of the loop without.
             values, error = by(block * exact_power_of_two(-exponent), own, element)
             scale = exact_power_of_two(exponent)

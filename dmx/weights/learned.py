@@ -113,9 +113,13 @@ class LearnConfig:
             if not (is_number and math.isfinite(value) and value > 0):
                 raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
         for name, low in (
-            ("steps", 1), ("warmup", 0), ("seed", 0), ("held_batches", 0), ("micro_batch", 1),
+            ("steps", 1),
+            ("warmup", 0),
+            ("seed", 0),
+            ("held_batches", 0),
+            ("micro_batch", 1),
             ("checkpoint_every", 1),
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if name in ("held_batches", "micro_batch") and value is None:
                 continue
@@ -185,6 +189,8 @@ class _Learning:
     held: Sequence[Tensor]
     config: LearnConfig
     file: StateFile
+    is_causal: bool
+    """Whether attention is purely causal sdpa."""
     step: int = 0
     kl_before: float | None = None
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -211,7 +217,7 @@ class _Learning:
             obstacle = f"the model is on {self.device.type}"
         elif self.config.gradient_checkpointing:
             obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
-        elif not is_purely_causal(self.model, self.batches[0].shape[1]):
+        elif not self.is_causal:
             obstacle = "the model's attention is not purely causal sdpa"
         if asked == "on" and obstacle:
             raise RunError(f"learn.cuda_graph=on: {obstacle}. Use learn.cuda_graph=off.")
@@ -282,9 +288,7 @@ class _Learning:
         """Leave a checkpoint, after a look at the losses so far."""
         self.check_finite()
         if self.processes.is_main:
-            facts = {
-                "step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds
-            }  # fmt: skip
+            facts = {"step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds}
             tensors = {"masters": self.masters.values, "history": self.history}
             self.file.save(State(facts, tensors | self.optimizer.state()))
 
@@ -403,12 +407,20 @@ def learn_weights(
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
     facts: dict[str, Any] = {
-        "name": "learned", "steps": config.steps, "lr": config.lr, "warmup": config.warmup,
-        "max_norm": config.max_norm, "seed": config.seed, "inputs": config.inputs,
-        "masters": config.masters, "optimizer_state": config.optimizer_state,
-        "batches": len(learned), "held_batches": len(held),
-        "tokens": config.steps * learned[0].numel(), "batches_sha256": batches_sha256(listed),
-    }  # fmt: skip
+        "name": "learned",
+        "steps": config.steps,
+        "lr": config.lr,
+        "warmup": config.warmup,
+        "max_norm": config.max_norm,
+        "seed": config.seed,
+        "inputs": config.inputs,
+        "masters": config.masters,
+        "optimizer_state": config.optimizer_state,
+        "batches": len(learned),
+        "held_batches": len(held),
+        "tokens": config.steps * learned[0].numel(),
+        "batches_sha256": batches_sha256(listed),
+    }
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
@@ -421,17 +433,21 @@ def learn_weights(
     device = next(model.parameters()).device
     # Whatever mode the caller is in, as for `search`.
     with (
-        evaluating(model), torch.inference_mode(False), torch.enable_grad(),
-        torch.autocast(device.type, enabled=False), ExitStack() as stage,
-    ):  # fmt: skip
+        evaluating(model),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        ExitStack() as stage,
+    ):
         masters, samples, rotations = _prepare(model, assignment, config, stage)
         bank = stage.enter_context(
             learning_model(model, masters, assignment, rotations, inputs=config.inputs)
         )
         stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
-        if device.type == "cuda" and is_purely_causal(model, listed[0].shape[1]):
+        is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
+        if device.type == "cuda" and is_causal:
             stage.enter_context(maskless_attention(model))
-        run = _Learning(model, bank, masters, learned, held, config, file)
+        run = _Learning(model, bank, masters, learned, held, config, file, is_causal)
         run.run()
         stored = _store(masters, samples, assignment)
     facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}

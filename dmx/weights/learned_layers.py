@@ -115,9 +115,11 @@ class Masters:
         """Quantized weights of the masters as they now are."""
         for segment in self.segments:
             ops.fake_quant_to(
-                segment.of(self.values), segment.of(self.quantized), segment.block_format,
+                segment.of(self.values),
+                segment.of(self.quantized),
+                segment.block_format,
                 scale_rule=segment.scale_rule,
-            )  # fmt: skip
+            )
 
 
 class _Product(torch.autograd.Function):

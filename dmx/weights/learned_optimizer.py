@@ -72,10 +72,21 @@ class AdamW:
             # The kernel counts the step itself.
             count = torch.full((), float(self.count), device=gradient.device)
             adamw(
-                [kept[0]], [gradient], [kept[1]], [kept[2]], [], [count], fused=True,
-                amsgrad=False, beta1=BETAS[0], beta2=BETAS[1], lr=lr, weight_decay=0.0,
-                eps=EPSILON, maximize=False,
-            )  # fmt: skip
+                [kept[0]],
+                [gradient],
+                [kept[1]],
+                [kept[2]],
+                [],
+                [count],
+                fused=True,
+                amsgrad=False,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                lr=lr,
+                weight_decay=0.0,
+                eps=EPSILON,
+                maximize=False,
+            )
             return
         corrections = [1 - beta ** (self.count + 1) for beta in BETAS]
         master, first, second = (t.to(torch.float32, copy=True) for t in kept)

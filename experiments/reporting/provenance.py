@@ -9,7 +9,7 @@ from typing import Any
 
 from .html import Html, el, scroll_table
 from .record import Record
-from .texts import bytes_text, seconds_text
+from .texts import bytes_text, seconds_text, work_text
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
@@ -68,6 +68,8 @@ def environment(record: Record) -> Html:
     }
     if record.wall_seconds is not None:
         pairs["wall time"] = seconds_text(record.wall_seconds)
+    if record.pace is not None:
+        pairs["work"] = work_text(record.pace)
     if record.peak_memory_bytes is not None:
         pairs["peak memory"] = bytes_text(record.peak_memory_bytes)
     seeds = sorted({row.seed for row in record.results if row.seed is not None})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from .groups import Statistic
 
@@ -53,6 +55,15 @@ def seconds_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, left = divmod(minutes, 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{hours} h {left:02d} min"
+
+
+def work_text(pace: Mapping[str, Any]) -> str:
+    """`2 min 51 s, 436 plain steps of 0.39 s (expected: 435)`, of the facts that a record keeps."""
+    text, steps = seconds_text(pace["seconds"]), pace["plain_steps"]
+    if steps is None:
+        return f"{text} ({pace['plain_steps_reason']})"
+    expected = f"{pace['expected_plain_steps']:.0f}"
+    return f"{text}, {steps:.0f} plain steps of {pace['plain_step_seconds']:.2f} s (expected: {expected})"
 
 
 def bytes_text(count: float) -> str:

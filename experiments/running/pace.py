@@ -27,13 +27,15 @@ from torch import Tensor, nn
 from dmx.models.running import evaluating
 from dmx.searching import search_space
 
-from ..reporting.texts import seconds_text
+from ..reporting.texts import seconds_text, work_text
 from .bench import Bench
 from .guard import console
 from .plan import SearchPlan
 
-OVERHEAD = {"evaluation": 1.1, "scan": 1.0, "search": 1.1}
+OVERHEAD = {"evaluation": 0.96, "scan": 1.04, "search": 1.15}
 """Seconds over those of the matrix products, as a share of a plain step's; measured."""
+SLOW_BF16 = 1.5
+"""Times a product in float32, from which on it is worth saying."""
 REPEATS = 3
 """Plain steps timed at each end of a run, after one that is not."""
 
@@ -60,6 +62,31 @@ def plain_step_times(model: nn.Module, tokens: Tensor, repeats: int = REPEATS) -
             if index:
                 times.append(time.perf_counter() - started)
     return times
+
+
+def product_seconds(dtype: torch.dtype, tokens: int = 256, width: int = 1024) -> float:
+    """Of a product of (tokens, width) by a square weight on the CPU: the least of three, after one."""
+    x, weight = torch.ones(tokens, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def dtype_advice(model: nn.Module) -> str:
+    """What to say of a model in bfloat16 on a processor without products of it; empty elsewhere."""
+    parameter = next(model.parameters())
+    if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
+        return ""
+    slower = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+    if slower < SLOW_BF16:
+        return ""
+    return (
+        f" Products in bfloat16 take {slower:.1f} times those in float32 on this processor: "
+        "model.dtype=float32 is faster here."
+    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +172,7 @@ class Pace:
             ) if asked
         ]  # fmt: skip
         self.started = time.perf_counter()
-        console.print(self.announcement(), highlight=False)
+        console.print(self.announcement(), highlight=False, soft_wrap=True)
 
     @property
     def step_seconds(self) -> float:
@@ -166,7 +193,7 @@ class Pace:
         return (
             f"about {seconds_text(seconds)} on this machine: a plain step of {rows} x {length} tokens takes "
             f"{self.step_seconds:.2f} s here, and the work is about {self.expected_steps:.0f} of them"
-            f"{beside}.{left}"
+            f"{beside}.{left}{dtype_advice(self.bench.model)}"
         )
 
     def ended(self) -> dict[str, Any]:
@@ -184,9 +211,5 @@ class Pace:
         }
         if self.resumed:
             facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"
-        else:
-            console.print(
-                f"the work took {seconds_text(seconds)}, {facts['plain_steps']:.0f} plain steps of "
-                f"{self.step_seconds:.2f} s (expected: {self.expected_steps:.0f})", highlight=False,
-            )  # fmt: skip
+        console.print(f"the work took {work_text(facts)}", highlight=False, soft_wrap=True)
         return facts

@@ -1,11 +1,14 @@
 """What a run says of how long it will take, and of the work that it was."""
 
+import copy
 import json
 
 import pytest
 import torch
 
 from experiments import search
+from experiments.reporting.texts import work_text
+from experiments.running import pace
 from experiments.running.pace import OVERHEAD, Sizes, expected_stages, plain_step, plain_step_times
 from tests.experiments.test_configs import built
 
@@ -62,7 +65,9 @@ def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(run, tm
     assert pace["plain_step_shape"] == [1, 64] and pace["not_expected"] == []
     assert pace["plain_steps"] == pytest.approx(pace["seconds"] / pace["plain_step_seconds"])
     assert pace["expected_plain_steps"] == pytest.approx(sum(pace["expected_stages"].values()))
-    assert f"{pace['plain_steps']:.0f} plain steps" in err
+    said = work_text(pace)
+    assert f"{pace['plain_steps']:.0f} plain steps of" in said
+    assert said in err and said in (tmp_path / "out" / "report.html").read_text()
 
     (tmp_path / "out" / "record.json").unlink()  # as if it had died before its end
     code, _, err = run(search, *arguments)
@@ -85,3 +90,13 @@ def test_without_being_asked_a_run_is_not_timed(run, tmp_path):
     assert code == 0 and "plain step" not in err
     assert json.loads((tmp_path / "out" / "record.json").read_text())["pace"] is None
     assert not built("data=synthetic").pace
+
+
+@pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (1.2, False)])
+def test_slow_products_in_bfloat16_are_said(monkeypatch, tiny_random, seconds, says):
+    taken = {torch.bfloat16: seconds, torch.float32: 1.0}
+    monkeypatch.setattr(pace, "product_seconds", taken.__getitem__)
+    model = copy.deepcopy(tiny_random.model).bfloat16()
+    advice = pace.dtype_advice(model)
+    assert ("3.0 times those in float32" in advice and "model.dtype=float32" in advice) is says
+    assert pace.dtype_advice(model.float()) == ""

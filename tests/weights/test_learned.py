@@ -316,6 +316,30 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert LearnConfig(steps=5, warmup=0).rate(0) == 2e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("transform", ["none", "hadamard_block"])
+@pytest.mark.parametrize("options", [{}, {"keep_reference": "off"}, {"micro_batch": 1}], ids=str)
+def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, monkeypatch):
+    model = make_tiny("smollm2", dtype="bfloat16").model.cuda()
+    graphs, init = [], learned._Learning.__post_init__
+
+    def watched(self):
+        init(self)
+        graphs.append(self.uses_graph)
+
+    monkeypatch.setattr(learned._Learning, "__post_init__", watched)
+    assignment = uniform(model, transform=transform)
+    captured, eager = (
+        learn_weights(
+            model, assignment, BATCHES, LearnConfig(steps=20, lr=1e-3, cuda_graph=graph, **options)
+        ).weights
+        for graph in ("auto", "off")
+    )
+    assert graphs == [True, False]
+    assert captured["kl_after"] == pytest.approx(eager["kl_after"], rel=0.05)
+    assert captured["kl_after"] < captured["kl_before"]
+
+
 # ---------------------------------------------------------------- stopped runs
 
 
@@ -406,12 +430,12 @@ def test_another_run_or_a_damaged_checkpoint_is_refused(tiny_random, tmp_path):
     model = tiny_random.model
     learn_weights(model, uniform(model), BATCHES, LearnConfig(**SHORT), folder=tmp_path)
     other = LearnConfig(**SHORT | {"lr": 2e-3})
-    for changed in (
-        {"config": other}, {"batches": BATCHES[:5]}, {"assignment": mixed(model)}
-    ):  # fmt: skip
+    for changed in ({"config": other}, {"batches": BATCHES[:5]}, {"assignment": mixed(model)}):
         arguments = {
-            "assignment": uniform(model), "batches": BATCHES, "config": LearnConfig(**SHORT)
-        }  # fmt: skip
+            "assignment": uniform(model),
+            "batches": BATCHES,
+            "config": LearnConfig(**SHORT),
+        }
         with pytest.raises(RunError, match=r"is of a learning run with other settings.*Choose"):
             learn_weights(model, **arguments | changed, folder=tmp_path)
     path = tmp_path / STATE_FILE
@@ -467,13 +491,19 @@ def test_what_cannot_learn_is_refused(tiny_random, make_tiny):
 @pytest.mark.parametrize(
     "setting, value, error",
     [
-        ("steps", 0, RunError), ("lr", 0.0, RunError), ("lr", math.nan, RunError),
-        ("max_norm", True, RunError), ("warmup", -1, RunError), ("micro_batch", 0, RunError),
-        ("inputs", "yes", RunError), ("masters", "float16", FormatError),
-        ("optimizer_state", "4bit", FormatError), ("keep_reference", "always", FormatError),
+        ("steps", 0, RunError),
+        ("lr", 0.0, RunError),
+        ("lr", math.nan, RunError),
+        ("max_norm", True, RunError),
+        ("warmup", -1, RunError),
+        ("micro_batch", 0, RunError),
+        ("inputs", "yes", RunError),
+        ("masters", "float16", FormatError),
+        ("optimizer_state", "4bit", FormatError),
+        ("keep_reference", "always", FormatError),
         ("cuda_graph", "never", FormatError),
     ],
-)  # fmt: skip
+)
 def test_settings_check_themselves(setting, value, error):
     with pytest.raises(error, match=rf"learn\.{setting}="):
         LearnConfig(**{setting: value})
