@@ -8,6 +8,9 @@ import pytest
 
 from dmx.errors import RunError
 from experiments.reporting import record as records
+from experiments.reporting.groups import group_rows
+from experiments.reporting.plots.pareto import pareto
+from experiments.reporting.pooling import Table
 from experiments.reporting.record import (
     SCHEMA,
     Device,
@@ -21,6 +24,8 @@ from experiments.reporting.record import (
     dimension,
     varying,
 )
+from experiments.reporting.tables import results_table
+from experiments.reporting.verdicts import verdicts
 
 DMX = Method(search="differentiable", quantized="W+A", family="mxfp6_mxfp4", units="layer")
 FULL = dataclasses.replace(
@@ -156,3 +161,21 @@ def test_another_dimension_is_one_field(monkeypatch, tmp_path):
     assert (salted.label, salted.short_label) == ("dMX + sea salt", "dMX")
     assert salted.titles()["salt"] == "salt sea" and salted.table != plain.table
     assert salted.kind == kl.kind != plain.kind and salted.bare() == plain
+    # and what is written about results: groups, table, legend, comparison, titles of pooled tables
+    groups = group_rows(saved.rows)
+    assert [group.label for group in groups] == ["dMX", "dMX + sea salt", "kl + sea salt"]
+    page = str(results_table(groups))
+    assert "dMX + sea salt" in page and "kl + sea salt" in page
+    (claim,) = verdicts(saved.rows)
+    assert claim.against == "kl + sea salt" and "dMX + sea salt" in claim.text
+    figure = pareto(groups)
+    texts = [text.get_text() for axes in figure.axes for text in (*axes.texts, *legend(axes))]
+    assert any("dMX + sea salt" in text for text in texts)
+    titles = [Table.of("m", "text", group.method).title for group in groups]
+    assert "salt sea" in titles[1] and titles[0] != titles[1] == titles[2]
+
+
+def legend(axes):
+    """Texts of an axes' legend."""
+    found = axes.get_legend()
+    return [] if found is None else found.get_texts()
