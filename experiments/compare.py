@@ -2,7 +2,7 @@
 
 python -m experiments.compare model=smollm2_135m budgets=[4.5,5] searches=[kl,fisher] seeds=3
 python -m experiments.compare "searches=[kl,differentiable+polish]" search.polish_rounds=12
-python -m experiments.compare budgets=[5] searches=[fisher,differentiable] weights=[nearest,gptq]
+python -m experiments.compare budgets=[5] searches=[fisher,differentiable] weights=[nearest,gptq,learned]
 python -m experiments.compare collect=multirun/budget_curve
 python -m experiments.compare ablate=outputs/run/assignment.json
 """
@@ -18,6 +18,7 @@ from dmx.formats import BitUnit, check_choice
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig
 from dmx.weights.config import WEIGHTS, GptqConfig
+from dmx.weights.learned import LearnConfig
 
 from .running import settings
 from .running.ablation import print_ablation
@@ -57,8 +58,11 @@ class CompareRun:
     safety: str
     """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
     weights: list[str]
-    """nearest, gptq: what becomes of the weights of every searched assignment, each a row."""
+    """nearest, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
     gptq: GptqConfig
+    learn: LearnConfig
+    training: settings.TrainingConfig
+    """Batches of `data.training`, for learn."""
     run: settings.RunConfig
 
     def __post_init__(self) -> None:
@@ -77,7 +81,9 @@ def main(cfg: DictConfig) -> None:
     config = build_root(CompareRun, cfg)
     if not config.collect:
         measured = config.evaluation if config.eval.perplexity else None
-        config.plan.check_shapes(config.model, config.calibration, measured)
+        learns = "learned" in config.weights
+        training = config.training.beside(config.calibration) if learns else None
+        config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
         if run.show_if_finished():
@@ -88,6 +94,7 @@ def main(cfg: DictConfig) -> None:
             bench = Bench(
                 run, config.model, config.data, config.evaluation, calibration=config.calibration,
                 measured=config.eval, safety=config.safety, weights=config.weights, gptq=config.gptq,
+                learn=config.learn, training=config.training,
             )  # fmt: skip
             if asked is not None:
                 return print_ablation(bench, config.search, asked, str(config.ablate))

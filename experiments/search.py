@@ -2,6 +2,7 @@
 
 python -m experiments.search model=smollm2_135m data=wikitext2 budget.limit=5.0
 python -m experiments.search model=smollm2_135m weights=gptq gptq.damping=0.01
+python -m experiments.search model=smollm2_135m data=wikitext2_more weights=learned learn.steps=1000
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dmx.formats import check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.weights.config import WEIGHTS, GptqConfig
+from dmx.weights.learned import LearnConfig
 
 from .reporting.verdicts import verdicts
 from .running.bench import Bench, check_windows
@@ -28,6 +30,7 @@ from .running.settings import (
     CalibrationConfig,
     EvaluationConfig,
     RunConfig,
+    TrainingConfig,
     check_each,
 )
 
@@ -49,8 +52,11 @@ class SearchRun:
     """Time a plain training step first, say how long the run will take here, and count its work in
     such steps."""
     weights: str
-    """nearest | gptq: every searched assignment is measured a second time, with such weights."""
+    """nearest | gptq | learned: every searched assignment is measured a second time, with such weights."""
     gptq: GptqConfig
+    learn: LearnConfig
+    training: TrainingConfig
+    """Batches of `data.training`, for learn."""
     run: RunConfig
 
     def __post_init__(self) -> None:
@@ -69,13 +75,15 @@ def main(cfg: DictConfig) -> float | None:
     # What follows from shapes alone is refused before weights load.
     meta = meta_model(config.model)
     search_space(meta, config.search).check_budget(config.budget, warn=False)
-    check_windows(meta, config.calibration, config.evaluation)
+    training = config.training.beside(config.calibration) if config.weights == "learned" else None
+    check_windows(meta, config.calibration, config.evaluation, training)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
         bench = Bench(
             run, config.model, config.data, config.evaluation, calibration=config.calibration,
             weights=list(dict.fromkeys(("nearest", config.weights))), gptq=config.gptq,
+            learn=config.learn, training=config.training,
         )  # fmt: skip
         pace = Pace(bench, config.plan) if config.pace else None
         config.plan.measure(bench)

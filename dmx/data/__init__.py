@@ -1,6 +1,7 @@
 """Text and tokens: from a hub, from files, or from what every Python carries."""
 
 from dmx.data.config import DataConfig, DataPair
+from dmx.data.overlap import Overlap, check_overlap, shared_sequences
 from dmx.data.sources import data_folder
 from dmx.data.texts import Text, load_text
 from dmx.data.tokens import check_tokens, check_window, encode, token_batches
@@ -8,11 +9,14 @@ from dmx.data.tokens import check_tokens, check_window, encode, token_batches
 __all__ = [
     "DataConfig",
     "DataPair",
+    "Overlap",
     "Text",
+    "check_overlap",
     "check_tokens",
     "check_window",
     "data_folder",
     "encode",
     "load_text",
+    "shared_sequences",
     "token_batches",
 ]

@@ -70,7 +70,9 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class DataPair:
-    """A data choice: what the search sees, and what the result is measured on."""
+    """A data choice: what the search sees, what the result is measured on, what weights learn from."""
 
     calibration: DataConfig
     evaluation: DataConfig
+    training: DataConfig | None = None
+    """null = the calibration text"""

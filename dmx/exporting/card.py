@@ -119,10 +119,14 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
             f"All tensors: {size['total']:,} bytes."
         ]
     if stage := assignment.weights:
+        how = (
+            "learned under these formats"
+            if stage["name"] == "learned"
+            else (f"rounded by {stage['name'].upper()}")
+        )
         lines += [
             "",
-            f"Weights rounded by {stage['name'].upper()} on {stage.get('tokens', 0):,} tokens, "
-            "not to nearest.",
+            f"Weights {how} on {stage.get('tokens', 0):,} tokens, not rounded to nearest.",
         ]
     if facts["head_apart"]:
         lines += [

@@ -177,6 +177,10 @@ def _transform_text(name: str) -> str:
     return "learned rotation" if name == "learned" else name.replace("_", " ")
 
 
+def _weights_text(name: str) -> str:
+    return "learned weights" if name == "learned" else name
+
+
 @dataclass(frozen=True)
 class Method(Stored):
     """How the formats came about, and what else was done to the model; `Method()` is the model in bf16.
@@ -197,8 +201,8 @@ class Method(Stored):
         "none", label=_transform_text, title=lambda name: f"transform {name}"
     )
     """none | hadamard_block | hadamard_full | learned"""
-    weights: str = dimension("nearest", label=str, title=lambda name: f"weights {name}")
-    """What became of the weights after the choice: nearest | gptq"""
+    weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
+    """What became of the weights after the choice: nearest | gptq | learned"""
     net: bool = dimension(False, label=lambda _: "net")
     """mor's safety net was around the quantizers."""
     quantized: str | None = dimension(None, title=lambda sides: sides or "")
@@ -386,7 +390,8 @@ class Row(Measured):
     transform: Mapping[str, Any] | None
     """Facts of the assignment's transform: name, run_time, file, sha256."""
     weights: Mapping[str, Any] | None
-    """Facts of what became of its weights: name, damping, file, sha256, seconds."""
+    """Facts of what became of its weights: name, settings, file, sha256, seconds; of learned ones KL
+    before and after, and on GPUs peak memory."""
     safety: Mapping[str, Any] | None
     """The net's report."""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -469,6 +474,9 @@ class TextFacts(Stored):
     """tokens"""
     batches: int | None = None
     batch_shape: tuple[int, ...] | None = None
+    shared: Mapping[str, Any] | None = None
+    """Of a text for learning: words of a sequence, sequences of the evaluation text that are in it, and of
+    how many; None where nobody looked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,7 +545,7 @@ class Record(Stored):
     """What ran, under the names of the settings."""
     model: ModelFacts
     data: Mapping[str, TextFacts]
-    """calibration, evaluation; of training: training, validation"""
+    """calibration, evaluation, and where weights learn training; of train-mor: training, validation"""
     results: tuple[Row | TrainingRow, ...]
     verdict: Verdict | None
     warnings: tuple[str, ...]

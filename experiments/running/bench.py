@@ -14,7 +14,7 @@ import mor
 from dmx.applying.apply import restore
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data import DataPair, check_window, encode, load_text, token_batches
+from dmx.data import DataPair, check_overlap, check_window, encode, load_text, token_batches
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
@@ -23,26 +23,31 @@ from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
 from dmx.weights.config import GptqConfig
 from dmx.weights.gptq import gptq
+from dmx.weights.learned import LearnConfig, learn_weights
 
-from ..reporting.record import ModelFacts, Row, TextFacts
+from ..reporting.record import ModelFacts, Row
 from .measuring import measure_losses, measure_tasks
-from .provenance import windows_facts
+from .provenance import batches_facts, windows_facts
 from .rows import make_row, method_of
 from .run import Run
-from .settings import CalibrationConfig, EvalConfig, EvaluationConfig
+from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, TrainingConfig
 
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
 
 
-def check_windows(
-    meta: Any, calibration: CalibrationConfig | None, evaluation: EvaluationConfig | None
-) -> None:
+def check_windows(meta: Any, *configs: CalibrationConfig | EvaluationConfig | None) -> None:
     """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
     for what is not used."""
-    for config in (calibration, evaluation):
+    for config in configs:
         if config is not None:
             check_window(config.window, max_positions(meta.config))
+
+
+def _drawn(tokens: Tensor, config: CalibrationConfig, seed: int) -> list[Tensor]:
+    return token_batches(
+        tokens, config.window, config.batch_size, seed=config.seed + seed, n_batches=config.batches
+    )
 
 
 class Bench:
@@ -63,25 +68,39 @@ class Bench:
         safety: str = "off",
         weights: Sequence[str] = ("nearest",),
         gptq: GptqConfig | None = None,
+        learn: LearnConfig | None = None,
+        training: TrainingConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
         self._model_config = model
         self.measured, self.safety = measured or EvalConfig(), safety
-        self.weights, self.gptq = weights, gptq or GptqConfig()
+        self.weights, self.gptq, self.learn = weights, gptq or GptqConfig(), learn or LearnConfig()
+        self.training = None
+        if calibration is not None and "learned" in weights:
+            self.training = (training or TrainingConfig()).beside(calibration)
         # Texts first: a missing file must show before a model is loaded.
         text = load_text(data.evaluation) if self.measured.perplexity else None
         calibration_text = load_text(data.calibration) if calibration is not None else None
+        training_text = None
+        if self.training is not None:
+            training_text = load_text(data.training) if data.training else calibration_text
         loaded = load_model(model, run.device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         run.model = ModelFacts.from_dict(loaded.provenance, "model")
         if calibration_text is not None:
             self._calibration_tokens = encode(self.tokenizer, calibration_text)
-            first = self.batches(0)
-            run.data["calibration"] = TextFacts(
-                name=calibration_text.name, source=calibration_text.source,
-                sha256=calibration_text.sha256, tokens=sum(b.numel() for b in first),
-                batches=len(first), batch_shape=tuple(first[0].shape),
-            )  # fmt: skip
+            run.data["calibration"] = batches_facts(calibration_text, self.batches(0))
+        if training_text is not None:
+            is_own = training_text is not calibration_text
+            self._training_tokens = (
+                encode(self.tokenizer, training_text) if is_own else self._calibration_tokens
+            )
+            first = self.training_batches(0)
+            self.learn.split(first)  # too few are refused before a search, not after it
+            shared = None
+            if text is not None:
+                shared = dataclasses.asdict(check_overlap(text, training_text))
+            run.data["training"] = batches_facts(training_text, first, shared)
         self.tokens: Tensor | None = None
         if text is not None:
             tokens = encode(self.tokenizer, text)
@@ -96,15 +115,13 @@ class Bench:
 
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
-        c = self.calibration
-        assert c is not None
-        return token_batches(
-            self._calibration_tokens,
-            c.window,
-            c.batch_size,
-            seed=c.seed + seed,
-            n_batches=c.batches,
-        )
+        assert self.calibration is not None
+        return _drawn(self._calibration_tokens, self.calibration, seed)
+
+    def training_batches(self, seed: int) -> list[Tensor]:
+        """Batches that weights learn from, likewise."""
+        assert self.training is not None
+        return _drawn(self._training_tokens, self.training, seed)
 
     @contextlib.contextmanager
     def weights_of(self, folder: Path | None) -> Iterator[None]:
@@ -163,19 +180,37 @@ class Bench:
             if weights == "nearest":
                 self.rows(f"{stem}.json", make)
             else:
-                changed: Make = lambda: (self._rounded(stem, make, config.seed), {})  # noqa: E731
+
+                def changed(weights: str = weights) -> tuple[Assignment, dict[str, Any]]:
+                    nearest = self._saved(f"{stem}.json", make)
+                    folder = self.run.path(f"{stem}.{weights}")
+                    return self._changed(weights, nearest, config.seed, folder), {}
+
                 self.rows(f"{stem}.{weights}.json", changed)
 
-    def _rounded(self, stem: str, make: Make, seed: int) -> Assignment:
-        """The assignment of a search with its weights rounded by GPTQ."""
-        clock, config = Stopwatch(), self.gptq
-        rounded = gptq(
-            self.model, self._saved(f"{stem}.json", make), self.batches(seed)[: config.batches],
-            damping=config.damping, inputs=config.inputs, correct_inputs=config.correct_inputs,
-            folder=self.run.path(f"{stem}.gptq"),
-        )  # fmt: skip
-        facts = {**(rounded.weights or {}), "seconds": clock.seconds}
-        return dataclasses.replace(rounded, weights=facts)
+    def _changed(self, stage: str, nearest: Assignment, seed: int, folder: Path) -> Assignment:
+        """The assignment of a search with its weights rounded by GPTQ, or learned.
+
+        Args:
+            folder: what a stopped stage goes on from.
+        """
+        clock, cuda = Stopwatch(), self.run.device.type == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(self.run.device)
+        if stage == "gptq":
+            done = gptq(
+                self.model, nearest, self.batches(seed)[: self.gptq.batches],
+                damping=self.gptq.damping, inputs=self.gptq.inputs,
+                correct_inputs=self.gptq.correct_inputs, folder=folder,
+            )  # fmt: skip
+        else:
+            config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
+            batches = self.training_batches(seed)
+            done = learn_weights(self.model, nearest, batches, config, folder=folder)
+        facts = {**(done.weights or {}), "seconds": clock.seconds}
+        if cuda:
+            facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
+        return dataclasses.replace(done, weights=facts)
 
     def rows(
         self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True

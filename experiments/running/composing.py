@@ -85,9 +85,11 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
             _check_renamed(path, value)
         check_choice(key, tuple(names), f"{setting or 'config'} key")
         hint = hints[key]
-        nested = next((o for o in (hint, *get_args(hint)) if dataclasses.is_dataclass(o)), None)
+        nested = _nested(hint)
         if nested is not None and isinstance(value, dict):
-            values[key] = build(nested, value, path)  # type: ignore[arg-type]
+            if nested is not hint:  # optional: what is null was not given
+                value = {k: v for k, v in value.items() if v is not None}
+            values[key] = build(nested, value, path) if value or nested is hint else None
         elif _fits(value, hint):
             values[key] = value
         elif get_origin(hint) is Literal:
@@ -108,6 +110,12 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
     if missing:
         raise ConfigError(f"{setting or 'config'}: {', '.join(missing)} not set")
     return cls(**values)
+
+
+def _nested(hint: Any) -> type[Any] | None:
+    """The dataclass of a field, which may be an optional one."""
+    options = (hint, *get_args(hint))
+    return next((o for o in options if isinstance(o, type) and dataclasses.is_dataclass(o)), None)
 
 
 def build_root(cls: type[_T], cfg: DictConfig) -> _T:
@@ -143,16 +151,20 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Field -> default, as plain values; fields of dataclasses hold those of their fields. Scalars
-    without a default must come from a file or the command line."""
+    """Field -> default, as plain values; fields of dataclasses hold those of their fields, optional ones
+    null for each, so that all can be set. Scalars without a default must come from a file or the command
+    line."""
     node: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for f in dataclasses.fields(cls):
         value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-        if value is not dataclasses.MISSING:
+        nested = _nested(hints[f.name])
+        if value is None and nested is not None:
+            node[f.name] = dict.fromkeys(inner.name for inner in dataclasses.fields(nested))
+        elif value is not dataclasses.MISSING:
             node[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-        elif isinstance(hints[f.name], type) and dataclasses.is_dataclass(hints[f.name]):
-            node[f.name] = defaults(hints[f.name])
+        elif nested is not None:
+            node[f.name] = defaults(nested)
     return node
 
 

@@ -156,7 +156,7 @@ class Pace:
     """Times plain steps, says how long the run will take, and at its end how much work it was.
 
     Where an earlier start of the run measured rows, or a stage is asked for whose work follows from nothing
-    known beforehand (a polish, rounded weights), it says so instead of a number.
+    known beforehand (a polish, a stage of the weights), it says so instead of a number.
     """
 
     def __init__(self, bench: Bench, plan: SearchPlan) -> None:
@@ -168,7 +168,8 @@ class Pace:
         self.unknown = [
             name for name, asked in (
                 ("the polish", plan.search.polish_rounds > 0),
-                ("rounding the weights", plan.weights != "nearest"),
+                ("rounding the weights", plan.weights == "gptq"),
+                ("learning the weights", plan.weights == "learned"),
             ) if asked
         ]  # fmt: skip
         self.started = time.perf_counter()

@@ -94,13 +94,12 @@ class Comparison:
     def check_shapes(
         self,
         model: ModelConfig,
-        calibration: CalibrationConfig,
-        evaluation: EvaluationConfig | None,
+        *windows: CalibrationConfig | EvaluationConfig | None,
     ) -> None:
         """Refuse windows and budgets that do not fit the model, before its weights load; raises the
         errors of the library."""
         meta = meta_model(model)
-        check_windows(meta, calibration, evaluation)
+        check_windows(meta, *windows)
         space = search_space(meta, self.settings)
         for limit in self.budgets:
             space.check_budget(Budget(limit, self.unit), warn=False)
@@ -161,7 +160,7 @@ class SearchPlan:
     baselines: Sequence[str]
     """bf16, uniform (every MX format) or names of MX formats, heuristics."""
     weights: str
-    """nearest | gptq"""
+    """nearest | gptq | learned"""
     quantized: Sequence[str]
     """Of each assignment: W+A, W."""
 

@@ -6,8 +6,10 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,4 +91,19 @@ def windows_facts(text: Text, tokens: Tensor, window: int) -> TextFacts:
     return TextFacts(
         name=text.name, source=text.source, sha256=tokens_sha256(tokens), tokens=tokens.numel(),
         windows=tokens.numel() // window, window=window,
+    )  # fmt: skip
+
+
+def batches_facts(
+    text: Text, batches: Sequence[Tensor], shared: Mapping[str, Any] | None = None
+) -> TextFacts:
+    """A text that is cut into batches, for a record.
+
+    Args:
+        shared: what the evaluation text has in common with it, where that was looked for.
+    """
+    return TextFacts(
+        name=text.name, source=text.source, sha256=text.sha256, shared=shared,
+        tokens=sum(b.numel() for b in batches), batches=len(batches),
+        batch_shape=tuple(batches[0].shape),
     )  # fmt: skip

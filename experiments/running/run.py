@@ -38,7 +38,9 @@ from .provenance import device_facts, peak_memory_bytes, time_text, versions
 from .settings import RunConfig
 
 SOURCES = tuple(Path(str(package.__file__)).parent for package in (dmx, mor))
-FILES = ("assignment.json", "assignment.gptq.json", "record.json", "report.html")
+FILES = (
+    "assignment.json", "assignment.gptq.json", "assignment.learned.json", "record.json", "report.html",
+)  # fmt: skip
 """Named at the end of a run, where they are there."""
 
 _R = TypeVar("_R", Row, TrainingRow)

@@ -1,6 +1,7 @@
 """Settings that several commands share, and their checks. The dataclasses of the library are used as
 they are; each command's own schema is beside its entry point."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,31 @@ class CalibrationConfig:
         check_at_least("calibration.batch_size", self.batch_size, 1)
         if self.batches is not None:
             check_at_least("calibration.batches", self.batches, 1)
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """How the text of `data.training` becomes batches that weights learn from; used where `weights` says
+    learned."""
+
+    window: int | None = None
+    """tokens a row; null = calibration.window"""
+    batch_size: int | None = None
+    """rows a batch; null = calibration.batch_size"""
+    batches: int | None = None
+    """Keep the first so many after the shuffle; null = all that the text gives."""
+    seed: int | None = None
+    """Order in which windows are drawn from the text; null = calibration.seed"""
+
+    def __post_init__(self) -> None:
+        for name, low in (("window", 2), ("batch_size", 1), ("batches", 1), ("seed", 0)):
+            if (value := getattr(self, name)) is not None:
+                check_at_least(f"training.{name}", value, low)
+
+    def beside(self, calibration: CalibrationConfig) -> CalibrationConfig:
+        """With what calibration says where nothing is said here."""
+        stated = {k: v for k, v in vars(self).items() if v is not None}
+        return dataclasses.replace(calibration, **{"batches": None} | stated)
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,142 @@
+"""weights=learned in search and compare: rows, files, texts, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import compare, evaluate, search
+
+TINY = [
+    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
+    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
+    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
+    "learn.steps=4", "learn.warmup=1", "learn.lr=1e-3", "training.batches=6",
+]  # fmt: skip
+GIVEN = [a for a in TINY if not a.startswith(("search", "learn", "training"))]
+
+
+def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_path):
+    arguments = [
+        *TINY, "searches=[fisher,differentiable]", "search.steps=3", "budgets=[4.7]", "baselines=[]",
+        "weights=[nearest,gptq,learned]", "gptq.batches=2", "learn.held_batches=1", "seeds=2",
+    ]  # fmt: skip
+    code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
+    assert code == 0, err
+    record = record_of(tmp_path / "run")
+    rows = record.rows
+    ends = ["", " + gptq", " + learned weights"]
+    assert [r.label for r in rows[:6]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
+    assert len(rows) == 12 and all(len({r.nll for r in rows[i : i + 3]}) == 3 for i in (0, 3, 6, 9))
+    assert len({r.method.kind for r in rows}) == 3, "compared with equal weights alone"
+    learned = [r for r in rows if r.method.weights == "learned"]
+    for row in learned:
+        facts = row.weights
+        assert (facts["steps"], facts["lr"], facts["seed"]) == (4, 1e-3, row.seed)
+        assert facts["tokens"] == 4 * 2 * 32 and (facts["batches"], facts["held_batches"]) == (5, 1)
+        assert facts["kl_before"] > 0 and facts["kl_after"] > 0 and facts["seconds"] > 0
+        assert row.element_bits <= 4.7
+    hashes = {r.seed: r.weights["batches_sha256"] for r in learned}
+    assert len(set(hashes.values())) == 2, "another seed draws another sample"
+    assert all(r.weights["batches_sha256"] == hashes[r.seed] for r in learned), "all the same one"
+    text = record.data["training"]
+    assert (text.name, text.batches, text.batch_shape) == ("synthetic/calibration", 6, (2, 32))
+    assert text.sha256 == record.data["calibration"].sha256
+    folder = tmp_path / "run" / "fisher-4.7-seed0"
+    names = {path.name for path in folder.iterdir()}
+    assert {"assignment.learned.json", "assignment.learned.weights.safetensors"} <= names
+    assert not list((tmp_path / "run").rglob("learning_state*"))
+    code, _out, err = run(
+        evaluate, *GIVEN, f"assignments=[{folder}/assignment.learned.json]", "safety=calibrated",
+        f"run.folder={tmp_path}/again",
+    )  # fmt: skip
+    assert code == 0, err
+    again = record_of(tmp_path / "again").rows
+    assert [r.label for r in again] == [
+        "fisher + learned weights",
+        "fisher + learned weights + net",
+    ]
+    assert again[0].nll == learned[0].nll
+
+
+def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, record_of, tmp_path):
+    file = tmp_path / "more.txt"
+    file.write_text(
+        "The bridge reads a letter. Every garden holds the quiet engine near it. " * 300
+    )
+    command = [
+        *TINY, "budget.limit=4.7", "search=fisher", "baselines=[kl]", "weights=learned",
+        "data.training.name=files", f"data.training.files=[{file}]", "training.window=16",
+        "training.batch_size=3", "learn.checkpoint_every=1", "learn.steps=40",
+    ]  # fmt: skip
+    code, out, err = run(search, *command, f"run.folder={tmp_path}/whole")
+    assert code == 0, err
+    assert "assignment.learned.json" in out
+    record = record_of(tmp_path / "whole")
+    ends = ["", " + learned weights"]
+    assert [r.label for r in record.rows] == [f"{n}{e}" for n in ("kl", "fisher") for e in ends]
+    text = record.data["training"]
+    assert (text.name, text.source, text.batch_shape) == ("files", "files: more.txt", (3, 16))
+    assert text.shared == {"words": 13, "sequences": 0, "total": text.shared["total"]}
+    assert not [w for w in record.warnings if "sequences" in w]
+    folder = tmp_path / "stopped"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.search", *command, f"run.folder={folder}"],
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.time() + 120
+    while not list(folder.glob("*/learning_state.safetensors")) and time.time() < deadline:
+        assert process.poll() is None, "it ended before it could be stopped"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "record.json").exists()
+    code, _out, err = run(search, *command, f"run.folder={folder}")
+    assert code == 0, err
+    assert [r.nll for r in record_of(folder).rows] == [r.nll for r in record.rows]
+    name = "assignment.learned.weights.safetensors"
+    assert (tmp_path / "whole" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, tmp_path):
+    file = tmp_path / "same.txt"
+    file.write_text(
+        "one two three four five six seven eight nine ten eleven twelve thirteen. " * 200
+    )
+    own = [
+        "data=files", *(f"data.{use}.files=[{file}]" for use in ("calibration", "evaluation")),
+    ]  # fmt: skip
+    arguments = [a for a in TINY if not a.startswith("data")]
+    code, _out, err = run(
+        search, *arguments, *own, "budget.limit=4.7", "search=fisher", "baselines=[]",
+        "weights=learned", f"run.folder={tmp_path}/run",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "shares 2,588 of its 2,588 sequences of 13 words" in err
+    record = record_of(tmp_path / "run")
+    assert any("sequences of 13 words" in w for w in record.warnings)
+    assert record.data["training"].shared == {"words": 13, "sequences": 2588, "total": 2588}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ("learn.steps=0", "learn.steps=0 must be a whole number, at least 1"),
+        ("learn.masters=float16", "learn.masters"),
+        ("training.window=1", "training.window=1 must be at least 2"),
+        ("training.window=100000", "window=100000 is longer than the model's"),
+        ("training.batches=100000", "100000 needed"),
+        ("learn.held_batches=6", "learn.held_batches=6 of 6 batches leaves none"),
+        ("data.training.name=wikitext3", "data.name='wikitext3' is unknown"),
+        ("weights=[learnt]", "learned"),
+    ],
+)
+def test_what_cannot_learn_is_refused_before_anything_is_searched(bad, says, run, tmp_path):
+    arguments = ["searches=[fisher]", "budgets=[4.7]", "weights=[learned]", bad]
+    code, _out, err = run(compare, *TINY, *arguments, f"run.folder={tmp_path}/run")
+    assert code == 2 and says in err.replace("\n", " ")
+    assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("scores"))
