@@ -1,7 +1,7 @@
 """Several searches, budgets and seeds on one loaded model, in one table and one report.
 
 python -m experiments.compare model=smollm2_135m budgets=[4.5,5] searches=[kl,fisher] seeds=3
-python -m experiments.compare "searches=[kl,differentiable+polish]" search.polish_rounds=12
+python -m experiments.compare "searches=[kl,differentiable+polish]" search.polish.rounds=12
 python -m experiments.compare budgets=[5] searches=[fisher,differentiable] weights=[nearest,gptq,learned]
 python -m experiments.compare collect=multirun/budget_curve
 python -m experiments.compare ablate=outputs/run/assignment.json
@@ -16,7 +16,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.data import DataPair
 from dmx.formats import BitUnit, check_choice
 from dmx.models import ModelConfig
-from dmx.searching import SearchConfig
+from dmx.searching.config import SearchSettings
 from dmx.weights.config import WEIGHTS, GptqConfig
 from dmx.weights.learned import LearnConfig
 
@@ -39,13 +39,13 @@ class CompareRun:
     data: DataPair
     calibration: settings.CalibrationConfig
     evaluation: settings.EvaluationConfig
-    search: SearchConfig
-    """Settings of every search; its name is taken from `searches`."""
+    search: SearchSettings
+    """Settings of every search, each taking what it uses; its name is taken from `searches`."""
     budgets: list[float]
     """Limits, in `unit`."""
     unit: BitUnit
     searches: list[str]
-    """Names of searches; `name+polish` polishes its result for search.polish_rounds."""
+    """Names of searches; `name+polish` polishes its result for search.polish.rounds."""
     seeds: int
     """Calibration samples 0 .. seeds-1, each with every search and budget."""
     baselines: list[str]

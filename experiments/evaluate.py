@@ -15,6 +15,7 @@ from dmx.data import DataPair
 from dmx.formats import MX_FORMATS, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
+from dmx.searching.config import RotationConfig
 from dmx.transforms.stage import TRANSFORMS
 
 from .running import settings
@@ -71,7 +72,9 @@ def main(cfg: DictConfig) -> None:
     # Read every file before anything is loaded: a damaged one must show at once.
     sources = [read_source(name, "assignments") for name in config.assignments]
     uniform = SearchConfig(
-        name="uniform", transform=config.transform, transform_file=config.transform_file
+        name="uniform",
+        transform=config.transform,
+        rotation=RotationConfig(file=config.transform_file),
     )
     calibration = config.calibration if config.safety != "off" else None
     meta = meta_model(config.model)

@@ -14,7 +14,8 @@ from dmx.assignment.budget import Budget
 from dmx.data import DataPair
 from dmx.formats import check_choice
 from dmx.models import ModelConfig, meta_model
-from dmx.searching import SearchConfig, search_space
+from dmx.searching import search_space
+from dmx.searching.config import SearchSettings
 from dmx.weights.config import WEIGHTS, GptqConfig
 from dmx.weights.learned import LearnConfig
 
@@ -44,7 +45,8 @@ class SearchRun:
     calibration: CalibrationConfig
     evaluation: EvaluationConfig
     budget: Budget
-    search: SearchConfig
+    search: SearchSettings
+    """Of the search; `score_batches` also of the baselines that scan."""
     baselines: list[str]
     """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
     heuristics."""
@@ -62,10 +64,9 @@ class SearchRun:
     def __post_init__(self) -> None:
         check_choice(self.weights, WEIGHTS, "weights")
         check_each("baselines", self.baselines, BASELINES)
-        if self.calibration.batches is not None:
-            self.search.check_batches(self.calibration.batches)
         quantized = self.evaluation.quantized
         self.plan = SearchPlan(self.search, self.budget, self.baselines, self.weights, quantized)
+        self.plan.check(self.calibration.batches)
 
 
 @entry_point("search", SearchRun)

@@ -177,7 +177,7 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
     raise FormatError(
         f"{setting}, inputs=true: runs inputs {can} beside a weight in another format; {len(refused)} "
         f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use target=quark, "
-        "target=assignment or inputs=false, or search again with search.operands=joint."
+        "target=assignment or inputs=false, or search again with search.choices=joint."
     )
 
 

@@ -49,7 +49,7 @@ def _check_equal(assignment: Assignment, target: str) -> None:
         raise FormatError(
             f"target={target} names one format for a layer; {len(unequal)} have two, first {layer}: "
             f"weight {weight}, input {of_input}. Use target=modelopt or auto_round, or search again "
-            "with search.operands=joint."
+            "with search.choices=joint."
         )
 
 

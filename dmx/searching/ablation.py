@@ -11,9 +11,9 @@ from dmx.assignment.space import SearchSpace
 from dmx.formats import BlockFormat
 from dmx.models.running import model_logits
 from dmx.progress import progress
-from dmx.searching.config import SearchConfig
+from dmx.searching.bank import Bank, searching_model
+from dmx.searching.config import SearchSettings
 from dmx.searching.objective import task_loss
-from dmx.searching.offsets import Bank, searching_model
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def unit_ablation(
     batches: Sequence[Tensor],
     space: SearchSpace,
     choice: np.ndarray,
-    config: SearchConfig,
+    config: SearchSettings,
 ) -> list[dict[str, Any]]:
     """A row for each unit: unit, format, loss_if_lowered, gain_if_raised.
 
@@ -78,6 +78,6 @@ def _changed(
 
 
 def _loss(
-    model: nn.Module, bank: Bank, config: SearchConfig, tokens: Tensor, reference: Tensor | None
+    model: nn.Module, bank: Bank, config: SearchSettings, tokens: Tensor, reference: Tensor | None
 ) -> float:
     return float(task_loss(config.objective, model_logits(model, tokens), tokens, reference))

@@ -1,8 +1,9 @@
-"""What a search is asked to do. A plain dataclass that checks itself and knows nothing of Hydra."""
+"""What a search is asked to do. Plain dataclasses that check themselves and know nothing of Hydra."""
 
 import math
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args
 
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import Choices, Units, Weighting
@@ -25,88 +26,35 @@ SCANS = ("kl", "kl_per_bit", "fisher")
 """Searches that measure units on `score_batches`."""
 OBJECTIVES = ("cross_entropy", "kl")
 PENALTIES = ("hinge", "scaling", "exact")
-STARTS = ("constant", "fisher", "kl_per_bit")
-GRADIENT_SCALES = ("none", "elements", "rms")
+GRADIENT_SCALES = ("none", "elements")
 LR_SCHEDULES = ("constant", "cosine")
+CUDA_GRAPHS = ("auto", "on", "off")
+
+
+class SearchConfigError(DmxError):
+    """A search setting outside its range, or one that the search does not use."""
 
 
 @dataclass(kw_only=True)
-class SearchConfig:
-    """All settings of a search; the defaults are the dMX paper's."""
+class DescentConfig:
+    """How the differentiable search descends; the defaults are the dMX paper's."""
 
-    name: str = "differentiable"
-    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable"""
-    family: str = "mxfp6_mxfp4"
-    """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
-    units: Units = "fused"
-    """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
-    operands: Choices = "joint"
-    """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
-    both count in the budget."""
-    weighting: Weighting = "elements"
-    """What the average counts: weight elements, or every layer as one."""
-    exclude: list[str] = field(default_factory=list)
-    """Globs of layers that stay in BF16."""
-    fixed: dict[str, str] = field(default_factory=dict)
-    """Glob -> format of layers that are not searched."""
-    include_lm_head: bool = False
-    allow_unsearched: bool = False
-    """Accept models that keep more than 1 % of their blocks' parameters outside nn.Linear."""
-    target: str = "any"
-    """Only candidates that this runtime loads; see dmx.assignment.targets."""
-    scale_rule: ScaleRule = "floor"
-    seed: int = 0
-    """Order of the calibration batches, and the draws of `random`."""
-
-    transform: str = "none"
-    """none | hadamard_block | hadamard_full | learned, before all else; see docs/transforms.md."""
-    transform_file: str | None = None
-    """transform=learned: rotations of an earlier search; null = learn them, name=differentiable."""
-    residual_block: int | None = 32
-    """transform=hadamard_full: channels that are mixed with each other; null = all."""
-    rotation: str = "shared"
-    """transform=learned: shared | per_block: one rotation for all blocks of an input, or each."""
-    rotation_lr: float = 10.0
-    """radians, about, for a gradient of 1 nat/token; falls to 0 by half a cosine."""
-    rotation_momentum: float = 0.9
-
-    score_batches: int | None = None
-    """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
-
-    polish_rounds: int = 0
-    """Rounds of the discrete polish after any search but uniform, at most; 0 = none. A round costs
-    about a kl scan of `polish_batches`."""
-    polish_batches: int | None = None
-    """Batches that a round of the polish measures on; null = 4, or half of fewer than 8. Up to four
-    times as many of the others verify what it proposes; where none is left, the same ones do. If more
-    are left, each round measures on other ones, until all had their turn."""
-
-    steps: int = 400
-    """> 0; one batch a step."""
-    objective: str = "cross_entropy"
-    """cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
     penalty: str = "hinge"
     """hinge: slope * max(0, average - target). scaling: penalty_lambda * average. exact: none; the
     soft average is held at the target (dmx.searching.descent)."""
     slope: float = 5.0
-    """nats per bit over the target"""
+    """penalty=hinge: nats per bit over the target"""
     penalty_lambda: float = 0.1
-    """nats per bit"""
+    """penalty=scaling: nats per bit"""
     lr: float = 1.0
     momentum: float = 0.99
     nesterov: bool = True
     lr_schedule: str = "constant"
+    """constant | cosine: half a cosine from lr to 0."""
     gradient_scale: str = "none"
-    """none | elements | rms: evens out units of unequal size (dmx.searching.descent)."""
-    start: str = "constant"
-    """constant | fisher | kl_per_bit: first raw offsets all alike, or at the choice of that search."""
+    """none | elements: evens out units of unequal size (dmx.searching.descent)."""
     raw_start: float = 0.0
-    """start=constant: first value of every raw offset, in [0, 2]."""
-    start_spread: float = 0.5
-    """start=fisher, kl_per_bit: how far from its threshold the surest unit starts, in [0, 1]."""
-    average_from: float | None = None
-    """Share of the steps from which raw offsets are averaged, up to `anneal_from`; the hard choice
-    then follows that average instead of the last state. null = no average."""
+    """First value of every raw offset, in [0, 2]."""
     temperature: float = 0.4
     """Until `anneal_from`; unitless, higher is harder."""
     temperature_end: float = 20.0
@@ -114,6 +62,7 @@ class SearchConfig:
     anneal_from: float = 0.6
     """Share of the steps after which the temperature rises."""
     gradient_checkpointing: bool = False
+    """Less memory for a second forward pass."""
     cuda_graph: str = "auto"
     """auto | on | off: capture the step in a CUDA graph. auto: on a GPU, for purely causal sdpa
     models without gradient checkpointing; the record says what ran."""
@@ -123,64 +72,127 @@ class SearchConfig:
     """Steps between checkpoints, where a folder is given."""
 
     def __post_init__(self) -> None:
+        where = "search.descent"
+        check_choice(self.penalty, PENALTIES, f"{where}.penalty")
+        check_choice(self.lr_schedule, LR_SCHEDULES, f"{where}.lr_schedule")
+        check_choice(self.gradient_scale, GRADIENT_SCALES, f"{where}.gradient_scale")
+        check_choice(self.cuda_graph, CUDA_GRAPHS, f"{where}.cuda_graph")
+        for name in ("lr", "slope", "penalty_lambda"):
+            _check_number(f"{where}.{name}", getattr(self, name), 0, math.inf)
+        for name in ("temperature", "temperature_end"):
+            _check_number(f"{where}.{name}", getattr(self, name), 1e-3, 1e3)
+        _check_number(f"{where}.raw_start", self.raw_start, 0, 2)
+        _check_number(f"{where}.anneal_from", self.anneal_from, 0, 1)
+        _check_number(f"{where}.momentum", self.momentum, 0, 0.999999)
+        _check_count(f"{where}.evaluate_every", self.evaluate_every, 1)
+        _check_count(f"{where}.checkpoint_every", self.checkpoint_every, 1)
+        if self.nesterov and self.momentum == 0:
+            raise SearchConfigError(f"{where}.nesterov=true needs {where}.momentum > 0")
+        for name, penalty in (("slope", "hinge"), ("penalty_lambda", "scaling")):
+            if self.penalty != penalty and getattr(self, name) != getattr(DescentConfig, name):
+                raise SearchConfigError(
+                    f"{where}.{name}={getattr(self, name)} belongs to {where}.penalty={penalty}, which "
+                    f"is {self.penalty}. Set both, or neither."
+                )
+
+
+@dataclass(kw_only=True)
+class RotationConfig:
+    """transform=learned: where the rotations of the layers' inputs come from."""
+
+    file: str | None = None
+    """Rotations of an earlier search, used as they are; null = learn them, name=differentiable."""
+    lr: float = 10.0
+    """radians, about, for a gradient of 1 nat/token; falls to 0 by half a cosine."""
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_number("search.rotation.lr", self.lr, 0, math.inf)
+        _check_number("search.rotation.momentum", self.momentum, 0, 0.999999)
+
+
+@dataclass(kw_only=True)
+class PolishConfig:
+    """The discrete polish after any search but uniform (dmx.searching.polish)."""
+
+    rounds: int = 0
+    """At most; 0 = no polish. A round costs about a kl scan of `batches`."""
+    batches: int | None = None
+    """That a round measures on; null = 4, or half of fewer than 8. Up to four times as many of the
+    others verify what it proposes; where none is left, the same ones do. If more are left, each round
+    measures on other ones, until all had their turn."""
+
+    def __post_init__(self) -> None:
+        _check_count("search.polish.rounds", self.rounds, 0)
+        if self.batches is not None:
+            _check_count("search.polish.batches", self.batches, 1)
+            if not self.rounds:
+                raise SearchConfigError(
+                    f"search.polish.batches={self.batches} with search.polish.rounds=0: there is no "
+                    "polish. Set search.polish.rounds, for example 12, or leave both."
+                )
+
+
+@dataclass(kw_only=True)
+class SearchSettings:
+    """Settings that several searches share, each taking what it uses: `for_search`."""
+
+    name: str = "differentiable"
+    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable"""
+    family: str = "mxfp6_mxfp4"
+    """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
+    units: Units = "fused"
+    """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
+    choices: Choices = "joint"
+    """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
+    both count in the budget."""
+    weighting: Weighting = "elements"
+    """What the average counts: weight elements, or every layer as one."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs of layers that stay in BF16."""
+    fixed: dict[str, str] = field(default_factory=dict)
+    """Glob -> format of layers that are not searched."""
+    include_lm_head: bool = False
+    """Search the output layer, too."""
+    allow_unsearched: bool = False
+    """Accept models that keep more than 1 % of their blocks' parameters outside nn.Linear."""
+    target: str = "any"
+    """Only candidates that this runtime loads; see dmx.assignment.targets."""
+    scale_rule: ScaleRule = "floor"
+    """Of all shared scales."""
+    seed: int = 0
+    """Order of the calibration batches, and the draws of `random`."""
+    transform: str = "none"
+    """none | hadamard_block | hadamard_full | learned, before all else; see docs/transforms.md."""
+    residual_block: int | None = 32
+    """transform=hadamard_full: channels that are mixed with each other; null = all."""
+    rotation: RotationConfig = field(default_factory=RotationConfig)
+    """Of transform=learned."""
+    score_batches: int | None = None
+    """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
+    steps: int = 400
+    """Of differentiable; > 0, one batch a step."""
+    objective: str = "cross_entropy"
+    """Of differentiable: cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
+    descent: DescentConfig = field(default_factory=DescentConfig)
+    """Of differentiable: everything else about its steps."""
+    polish: PolishConfig = field(default_factory=PolishConfig)
+    """Of any search but uniform."""
+
+    def __post_init__(self) -> None:
         check_choice(self.name, SEARCHES, "search.name")
         get_family(self.family)
         check_choice(self.units, get_args(Units), "search.units")
-        check_choice(self.operands, get_args(Choices), "search.operands")
+        check_choice(self.choices, get_args(Choices), "search.choices")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
         check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")
-        check_choice(self.penalty, PENALTIES, "search.penalty")
-        check_choice(self.lr_schedule, LR_SCHEDULES, "search.lr_schedule")
-        check_choice(self.gradient_scale, GRADIENT_SCALES, "search.gradient_scale")
-        check_choice(self.start, STARTS, "search.start")
-        check_choice(self.cuda_graph, ("auto", "on", "off"), "search.cuda_graph")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
         check_choice(self.transform, TRANSFORMS, "search.transform")
-        check_choice(self.rotation, ("shared", "per_block"), "search.rotation")
-        for name, low, high in (
-            ("raw_start", 0, 2), ("anneal_from", 0, 1), ("momentum", 0, 0.999999),
-            ("lr", 0, math.inf), ("slope", 0, math.inf), ("penalty_lambda", 0, math.inf),
-            ("temperature", 1e-3, 1e3), ("temperature_end", 1e-3, 1e3),
-            ("rotation_lr", 0, math.inf), ("rotation_momentum", 0, 0.999999),
-            ("start_spread", 0, 1), ("average_from", 0, self.anneal_from),
-        ):  # fmt: skip
+        for name, low in (("steps", 1), ("score_batches", 1), ("residual_block", 1), ("seed", 0)):
             value = getattr(self, name)
-            if name == "average_from" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise SearchConfigError(f"search.{name}={value!r} must be a number")
-            if not low <= value <= high:
-                raise SearchConfigError(f"search.{name}={value} must lie in [{low:g}, {high:g}]")
-        for name, low in (
-            ("steps", 1), ("evaluate_every", 1), ("checkpoint_every", 1), ("score_batches", 1),
-            ("polish_rounds", 0), ("polish_batches", 1), ("seed", 0), ("residual_block", 1),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if name in ("score_batches", "polish_batches", "residual_block") and value is None:
-                continue
-            if type(value) is not int:
-                raise SearchConfigError(f"search.{name}={value!r} must be a whole number")
-            if value < low:
-                raise SearchConfigError(f"search.{name}={value} must be at least {low}")
-        if self.nesterov and self.momentum == 0:
-            raise SearchConfigError("search.nesterov=true needs search.momentum > 0")
-        if self.name == "uniform" and self.polish_rounds:
-            raise SearchConfigError(
-                f"search.polish_rounds={self.polish_rounds}: a polished uniform choice is not uniform. "
-                "Use search.polish_rounds=0, or polish another search."
-            )
-        if self.name == "weight_mse" and self.operands == "separate":
-            raise SearchConfigError(
-                "search.operands=separate with search.name=weight_mse: the error of the weights says "
-                "nothing of inputs. Use search.operands=joint, or another search, for example "
-                "search.name=fisher."
-            )
-        if self.name == "differentiable" and self.scale_rule != "floor":
-            raise FormatError(
-                f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
-                "floor rule only. Use search.scale_rule=floor, or a search that is not differentiable."
-            )
+            if value is not None or name in ("steps", "seed"):
+                _check_count(f"search.{name}", value, low)
         if isinstance(self.exclude, str) or not isinstance(self.fixed, dict):
             raise SearchConfigError(
                 f"search.exclude must be a list of globs and search.fixed a dict of glob -> format, "
@@ -190,18 +202,12 @@ class SearchConfig:
         self._check_target()
 
     def _check_transform(self) -> None:
-        if self.transform_file is not None and self.transform != "learned":
-            raise SearchConfigError(
-                f"search.transform_file={self.transform_file} needs search.transform=learned, which "
-                f"is {self.transform}. Set both, or neither."
-            )
-        if self.transform == "learned" and not self.learns_rotation and self.transform_file is None:
-            raise SearchConfigError(
-                f"search.transform=learned with search.name={self.name}: only the differentiable "
-                "search learns rotations. Give the file that it wrote "
-                "(search.transform_file=path/to/transform.safetensors), or use "
-                "search.transform=hadamard_block."
-            )
+        for name, transform in (("residual_block", "hadamard_full"), ("rotation", "learned")):
+            if self.transform != transform and (changed := self.changed([name])):
+                raise SearchConfigError(
+                    f"{changed[0]} needs search.transform={transform}, which is {self.transform}. Set "
+                    "both, or neither."
+                )
         if self.transform in RUN_TIME_TRANSFORMS and self.target != "any":
             raise SearchConfigError(
                 f"search.transform={self.transform} rotates inputs at run time, which no runtime of "
@@ -229,17 +235,17 @@ class SearchConfig:
                 f"search.target={self.target} cannot load {', '.join(refused)} of "
                 f"search.family={self.family}. Families that it loads: {', '.join(fitting) or 'none'}."
             )
-        if self.operands == "separate":
+        if self.choices == "separate":
             alone = [
                 f.name for f in self.format_family.formats if f.name not in target.input_formats
             ]
             if alone:
                 family = "a search.family of those formats, " if target.input_formats else ""
                 raise FormatError(
-                    f"search.operands=separate: {target.name} of search.target={self.target} cannot run "
+                    f"search.choices=separate: {target.name} of search.target={self.target} cannot run "
                     f"inputs in {', '.join(alone)} beside weights in another format. It can: "
                     f"{', '.join(sorted(target.input_formats)) or 'none'}. Use "
-                    f"search.operands=joint, {family}or search.target=any."
+                    f"search.choices=joint, {family}or search.target=any."
                 )
         for pattern, name in self.fixed.items():
             fixed = get_format(name, setting=f"search.fixed[{pattern!r}]")
@@ -249,41 +255,152 @@ class SearchConfig:
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."
                 )
 
-    @property
-    def learns_rotation(self) -> bool:
-        return (
-            self.name == "differentiable"
-            and self.transform == "learned"
-            and self.transform_file is None
-        )
+    # --- what a search uses --------------------------------------------------------------------
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """The named settings that differ from their defaults, as `search.descent.lr=3.0`."""
+        return [f"search.{text}" for text in _differences(self, names)]
+
+    def unused(self, searches: Iterable[str]) -> list[str]:
+        """What is set and what none of these searches uses, as `search.steps=100`."""
+        used = {name for search in searches for name in USED_BY[search]}
+        return self.changed(name for name in _ONLY_SOME if name not in used)
+
+    def check_used(self, also: Iterable[str] = ()) -> None:
+        """Raise SearchConfigError for what is set and what `name` does not use.
+
+        Args:
+            also: settings that others use beside it.
+        """
+        names = [n for n in _ONLY_SOME if n not in (*USED_BY[self.name], *also)]
+        for name in names:
+            if changed := self.changed([name]):
+                users = ", ".join(search for search, used in USED_BY.items() if name in used)
+                raise SearchConfigError(
+                    f"{changed[0]} is not for search.name={self.name}, which does not use it ({users} "
+                    "do). Leave it out, or choose another search."
+                )
+
+    def for_search(self, name: str, **changes: Any) -> "SearchConfig":
+        """The settings of one search: what it does not use is left at its default.
+
+        Args:
+            changes: settings of its own, which it must use.
+        """
+        check_choice(name, SEARCHES, "search.name")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        for unused in set(_ONLY_SOME) - set(USED_BY[name]):
+            del values[unused]
+        values |= {"name": name, **changes}
+        if not _learns_rotation(name, values["transform"], values["rotation"]):
+            values["rotation"] = RotationConfig(file=values["rotation"].file)
+        return SearchConfig(**values)
 
     @property
-    def needs_scan(self) -> bool:
-        """Whether units are measured on `score_batches`."""
-        return self.name in SCANS or (self.name == "differentiable" and self.start != "constant")
+    def format_family(self) -> Family:
+        """Candidate formats of every unit."""
+        return get_family(self.family)
+
+    @property
+    def learns_rotation(self) -> bool:
+        """Whether the rotations are learned in this search, and not taken from a file."""
+        return _learns_rotation(self.name, self.transform, self.rotation)
 
     def check_batches(self, count: int) -> None:
         """Raise DataError where a part of the search asks for more batches than there are."""
-        for setting, is_used in (
-            ("score_batches", self.needs_scan), ("polish_batches", self.polish_rounds > 0)
-        ):  # fmt: skip
-            asked = getattr(self, setting)
-            if is_used and asked is not None and asked > count:
+        for setting, asked in (
+            ("score_batches", self.score_batches if self.name in SCANS else None),
+            ("polish.batches", self.polish.batches),
+        ):
+            if asked is not None and asked > count:
                 raise DataError(
                     f"search.{setting}={asked}, but there are {count} batches: give more "
                     f"(calibration.batches), or set search.{setting}=null"
                 )
 
-    @property
-    def format_family(self) -> Family:
-        return get_family(self.family)
+
+_ONLY_SOME = ("score_batches", "steps", "objective", "descent", "polish")
+"""Settings that not every search uses."""
+USED_BY: dict[str, tuple[str, ...]] = {
+    "uniform": (),
+    "random": ("polish",),
+    "weight_mse": ("polish",),
+    **{name: ("score_batches", "polish") for name in SCANS},
+    "differentiable": ("steps", "objective", "descent", "polish"),
+}
+"""Search -> which of these it uses."""
+
+
+@dataclass(kw_only=True)
+class SearchConfig(SearchSettings):
+    """All settings of one search; the defaults are the dMX paper's. What it does not use cannot be set
+    for it: SearchConfigError."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_used()
+        if self.name == "weight_mse" and self.choices == "separate":
+            raise SearchConfigError(
+                "search.choices=separate with search.name=weight_mse: the error of the weights says "
+                "nothing of inputs. Use search.choices=joint, or another search, for example "
+                "search.name=fisher."
+            )
+        if self.name == "differentiable" and self.scale_rule != "floor":
+            raise FormatError(
+                f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
+                "floor rule only. Use search.scale_rule=floor, or a search that is not differentiable."
+            )
+        if self.transform == "learned":
+            self._check_rotation()
+
+    def _check_rotation(self) -> None:
+        if self.name != "differentiable" and self.rotation.file is None:
+            raise SearchConfigError(
+                f"search.transform=learned with search.name={self.name}: only the differentiable "
+                "search learns rotations. Give the file that it wrote "
+                "(search.rotation.file=path/to/transform.safetensors), or use "
+                "search.transform=hadamard_block."
+            )
+        if not self.learns_rotation and self.rotation != RotationConfig(file=self.rotation.file):
+            raise SearchConfigError(
+                f"search.rotation.lr={self.rotation.lr} search.rotation.momentum="
+                f"{self.rotation.momentum}: rotations from search.rotation.file={self.rotation.file} "
+                "are used as they are. Leave both at their defaults, or search.rotation.file=null to "
+                "learn."
+            )
 
     def summary(self) -> SearchFacts:
         """What an assignment says of its search."""
         return SearchFacts(
-            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish_rounds
+            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish.rounds
         )
 
 
-class SearchConfigError(DmxError):
-    """A search setting outside its range."""
+def _learns_rotation(name: str, transform: str, rotation: RotationConfig) -> bool:
+    return name == "differentiable" and transform == "learned" and rotation.file is None
+
+
+def _differences(value: Any, names: Iterable[str]) -> list[str]:
+    """`name=value` of the named fields that are not at their default; of nested ones `name.field=value`."""
+    texts = []
+    for name in names:
+        spec, own = value.__dataclass_fields__[name], getattr(value, name)
+        if hasattr(own, "__dataclass_fields__"):
+            texts += [f"{name}.{text}" for text in _differences(own, own.__dataclass_fields__)]
+        elif own != (spec.default if spec.default is not MISSING else spec.default_factory()):
+            texts.append(f"{name}={own}")
+    return texts
+
+
+def _check_number(setting: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise SearchConfigError(f"{setting}={value!r} must be a number")
+    if not low <= value <= high:
+        raise SearchConfigError(f"{setting}={value} must lie in [{low:g}, {high:g}]")
+
+
+def _check_count(setting: str, value: Any, low: int) -> None:
+    if type(value) is not int:
+        raise SearchConfigError(f"{setting}={value!r} must be a whole number")
+    if value < low:
+        raise SearchConfigError(f"{setting}={value} must be at least {low}")

@@ -10,13 +10,9 @@ force on either side of the balance and stays where it started, whatever it is w
 
     elements    gradient * mean elements / elements: the force is the saving per bit minus lambda,
                 the same for units of every size. It keeps the difference between a unit far from
-                the balance and one near it, and needs no memory.
-    rms         gradient / root of the running mean of its square (Adam's second moment, alone):
-                every unit moves at a speed that its signal over its noise decides. It also evens
-                out sensitive and insensitive layers, but a unit near the balance moves on noise as
-                fast as others on signal.
+                the balance and one near it.
 
-Both keep the mean size of the gradient, so that a learning rate means the same with all three.
+It keeps the mean size of the gradient, so that a learning rate means the same with and without.
 
 *Budget.* With penalty = exact the soft average is held at the target instead of being pushed back
 whenever it is above: the direction loses its part along the average, and after the step all raw
@@ -29,27 +25,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MEMORY = 0.99
-"""Share of the running mean square that a step keeps."""
 _POINTS, _ROUNDS = 65, 3
 
 
 def element_scale(weights: Tensor) -> Tensor:
     """(U,) float32, mean weight over weight."""
     return weights.mean() / weights
-
-
-class RunningSquares:
-    """Bias-corrected running mean of squared gradients, (U,) float32."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.sums = torch.zeros_like(like)
-
-    def scale(self, gradient: Tensor, step: int) -> Tensor:
-        """(U,): RMS over all units over the unit's own, after this gradient, of step 0, 1, ..."""
-        self.sums.mul_(MEMORY).addcmul_(gradient, gradient, value=1 - MEMORY)
-        squares = self.sums / (1 - MEMORY ** (step + 1))
-        return (squares.mean() / squares.clamp(min=1e-30)).sqrt().where(squares > 0, 0.0)
 
 
 def along_budget(gradient: Tensor, pull: Tensor, scale: Tensor) -> Tensor:

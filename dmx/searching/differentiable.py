@@ -11,7 +11,6 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 `dmx.numerics.continuous`.
 """
 
-import io
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,31 +26,25 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import project
 from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
-from dmx.errors import RunError
 from dmx.files import write_atomic, write_text
 from dmx.models.checkpointing import checkpointing
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
+from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig, SearchConfigError
-from dmx.searching.descent import (
-    RunningSquares,
-    along_budget,
-    element_scale,
-    shift_to_average,
-)
+from dmx.searching.descent import along_budget, element_scale, shift_to_average
 from dmx.searching.graph import GraphedStep
 from dmx.searching.objective import budget_penalty, task_loss
-from dmx.searching.offsets import Bank, anneal, harden, preference, searching_model
+from dmx.searching.offsets import anneal, harden, preference
 from dmx.searching.processes import Processes
 from dmx.searching.transforming import transformed_layers
+from dmx.state import State, StateFile, code_version
 from dmx.transforms.learning import LearnedRotations
 
-STATE_FILE = "search_state.pt"
-_STATE_KEYS = {
-    "fingerprint", "step", "raw", "optimizer", "history", "raw_rows", "warnings", "complained",
-    "seconds", "squares", "rotations",
-}  # fmt: skip
+STATE_FILE = "search_state.safetensors"
+LOSSES = ("soft_loss", "hard_loss", "projected_loss")
+"""Of a row of the history; null in steps that do not measure them."""
 
 
 class DifferentiableSearch:
@@ -67,12 +60,17 @@ class DifferentiableSearch:
         *,
         folder: Path | None,
         fingerprint: str,
-        start: np.ndarray | None = None,
     ) -> None:
-        """start: (U,) first raw offsets; None: `raw_start` for all."""
         self.model, self.batches, self.space = model, batches, space
         self.budget, self.config, self.family = budget, config, config.format_family
-        self.folder, self.fingerprint = folder, fingerprint
+        self.folder = folder
+        self.state_file = StateFile(
+            None if folder is None else folder / STATE_FILE,
+            fingerprint,
+            code_version(__name__),
+            "search",
+            "search again from the start",
+        )
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
         weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
@@ -80,17 +78,16 @@ class DifferentiableSearch:
         # soft average = constant + slope * weights @ offsets, exact at the stops
         low = space.average([0] * len(space.units), budget.unit)
         self.soft_constant, self.bits_per_offset = low, self.family.slope
-        if start is None:
-            start = np.full(len(space.units), config.raw_start)
-        first = torch.as_tensor(start, dtype=torch.float32).to(self.device)
-        first = self.processes.mean(first)  # the same on all, whatever they measured
-        if config.penalty == "exact":
+        descent = config.descent
+        first = torch.full((len(space.units),), descent.raw_start, dtype=torch.float32).to(
+            self.device
+        )
+        if descent.penalty == "exact":
             first = self._at_target(first, 0)
         self.raw = first.requires_grad_()
         self.optimizer = torch.optim.SGD(
-            [self.raw], lr=config.lr, momentum=config.momentum, nesterov=config.nesterov
+            [self.raw], lr=descent.lr, momentum=descent.momentum, nesterov=descent.nesterov
         )
-        self.squares = RunningSquares(first.detach())
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.raw_rows = [self.raw.detach().cpu().numpy().copy()]  # the last one is that of now
@@ -100,10 +97,11 @@ class DifferentiableSearch:
         self.rotations: LearnedRotations | None = None
         if config.learns_rotation:
             self.rotations = LearnedRotations(
-                {name: space.shapes[name][1] for name in transformed_layers(space)},
-                per_block=config.rotation == "per_block", momentum=config.rotation_momentum,
-                device=self.device, dtype=next(model.parameters()).dtype,
-            )  # fmt: skip
+                transformed_layers(space),
+                momentum=config.rotation.momentum,
+                device=self.device,
+                dtype=next(model.parameters()).dtype,
+            )
         self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------
@@ -121,19 +119,20 @@ class DifferentiableSearch:
 
         return shift_to_average(raw, average_of, self.budget.limit)
 
-    def ranked_raw(self) -> np.ndarray:
-        """(U,) float64 raw offsets that the hard choice follows: the last or averaged ones."""
-        rows = self.raw_rows[schedule.averaged_rows(self.config)] or self.raw_rows[-1:]
-        return np.stack(rows).mean(0, dtype=np.float64)
-
     def hard_choice(self) -> np.ndarray:
-        return harden(self.ranked_raw(), self.family)
+        """(U,) the choice that the raw offsets now stand for, whatever the budget."""
+        return harden(self._last_raw(), self.family)
 
     def preference(self) -> np.ndarray:
+        """(U, F-1) how far the raw offsets lie above each threshold; ties go by their mean so far."""
         so_far = np.stack(self.raw_rows).mean(0, dtype=np.float64)
-        return preference(self.ranked_raw(), self.family, ties=so_far)
+        return preference(self._last_raw(), self.family, ties=so_far)
+
+    def _last_raw(self) -> np.ndarray:
+        return self.raw_rows[-1].astype(np.float64)
 
     def projected_choice(self) -> np.ndarray:
+        """(U,) the hard choice, brought within the budget."""
         return project(self.space, self.budget, self.hard_choice(), self.preference())
 
     def _reference(self, bank: Bank, tokens: Tensor) -> Tensor | None:
@@ -178,7 +177,7 @@ class DifferentiableSearch:
         bank.set_soft(offsets)
         loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
         average = self.soft_average(offsets)
-        penalty = budget_penalty(self.config, average, self.budget.limit)
+        penalty = budget_penalty(self.config.descent, average, self.budget.limit)
         learned = [] if self.rotations is None else [self.rotations.matrices]
         gradients = torch.autograd.grad(loss + penalty, [self.raw, *learned])
         return torch.stack([loss, penalty, average]).detach(), *gradients
@@ -196,16 +195,18 @@ class DifferentiableSearch:
         return GraphedStep(step, tokens, torch.ones((), device=self.device))
 
     def _decide_on_graph(self) -> bool:
-        asked = self.config.cuda_graph
+        asked = self.config.descent.cuda_graph
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the model is on {self.device.type}"
-        elif self.config.gradient_checkpointing:
-            obstacle = "search.gradient_checkpointing=true recomputes with control flow"
+        elif self.config.descent.gradient_checkpointing:
+            obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):
             obstacle = "the model's attention is not purely causal sdpa"
         if asked == "on" and obstacle:
-            raise SearchConfigError(f"search.cuda_graph=on: {obstacle}. Use search.cuda_graph=off.")
+            raise SearchConfigError(
+                f"search.descent.cuda_graph=on: {obstacle}. Use search.descent.cuda_graph=off."
+            )
         return asked != "off" and not obstacle
 
     def _complain(self, what: str, names: list[str], is_bad: np.ndarray) -> None:
@@ -224,38 +225,29 @@ class DifferentiableSearch:
         warnings.warn(message, stacklevel=3)
 
     def _direction(self, gradient: Tensor, temperature: float) -> Tensor:
-        """(U,) what the optimizer takes for the gradient; see `descent`."""
-        config, scale = self.config, torch.ones_like(gradient)
-        is_exact = config.penalty == "exact"
-        if is_exact:
-            average = self.soft_average(anneal(self.raw, temperature, self.family))
-            (pull,) = torch.autograd.grad(average, [self.raw])
-        if config.gradient_scale == "elements":
+        """(U,) what the optimizer takes for the gradient; see `dmx.searching.descent`."""
+        descent, scale = self.config.descent, torch.ones_like(gradient)
+        if descent.gradient_scale == "elements":
             scale = element_scale(self.weights)
-        elif config.gradient_scale == "rms":
-            free = along_budget(gradient, pull, scale) if is_exact else gradient
-            scale = self.squares.scale(free, self.step)
-        return along_budget(gradient, pull, scale) if is_exact else scale * gradient
+        if descent.penalty != "exact":
+            return scale * gradient
+        average = self.soft_average(anneal(self.raw, temperature, self.family))
+        (pull,) = torch.autograd.grad(average, [self.raw])
+        return along_budget(gradient, pull, scale)
 
     def take_step(
         self, bank: Bank, stepper: Callable[..., Any], batch_index: int
     ) -> dict[str, Any]:
+        """One step on a batch; its row of the history."""
         config = self.config
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
         tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
-        found = stepper(tokens, torch.full((), temperature, device=self.device))
-        parts, gradient, *by_rotation = (self.processes.mean(value) for value in found)
+        results = stepper(tokens, torch.full((), temperature, device=self.device))
+        parts, gradient, *by_rotation = (self.processes.mean(value) for value in results)
         bad = ~gradient.isfinite()
         norm = gradient.norm()
-        self.raw.grad = self._direction(gradient.masked_fill(bad, 0.0), temperature)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        with torch.no_grad():
-            self.raw.clamp_(0.0, 2.0)
-            if config.penalty == "exact":
-                self.raw.copy_(self._at_target(self.raw, min(self.step + 1, config.steps - 1)))
+        self._move(self._direction(gradient.masked_fill(bad, 0.0), temperature), lr)
         bad_rotations = torch.zeros(0, device=self.device)
         if self.rotations is not None:
             rate = schedule.rotation_rate(config, self.step)
@@ -268,45 +260,76 @@ class DifferentiableSearch:
         self._complain("offset", [u.name for u in self.space.units], is_bad)
         if self.rotations is not None:
             self._complain("rotation", self.rotations.inputs, is_bad_rotation)
-        numbers = numbers.tolist()
-        hard, projected = self.hard_choice(), self.projected_choice()
-        row: dict[str, Any] = {
-            "step": self.step, "temperature": temperature, "lr": lr,
-            "loss": numbers[0], "penalty": numbers[1], "soft_bits": numbers[2],
-            "hard_bits": self.space.average(hard, self.budget.unit),
-            "projected_bits": self.space.average(projected, self.budget.unit),
-            "soft_loss": None, "hard_loss": None, "projected_loss": None,
-            "grad_norm": numbers[3] if np.isfinite(numbers[3]) else None,
-        }  # fmt: skip
-        last = self.step == config.steps - 1
-        if last or self.step % config.evaluate_every == 0:
-            row |= self._measure(bank, temperature, hard, projected)
-        for key in ("loss", "penalty", "soft_loss", "hard_loss", "projected_loss"):
-            if row[key] is not None and not np.isfinite(row[key]):
-                row[key] = None
+        row = {"step": self.step, "temperature": temperature, "lr": lr}
+        row |= self._describe(bank, temperature, *numbers.tolist())
         self.history.append(row)
         self.step += 1
+        return row
+
+    def _move(self, direction: Tensor, lr: float) -> None:
+        """Step of the optimizer, clamp, and the shift onto the budget where it is exact."""
+        self.raw.grad = direction
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        with torch.no_grad():
+            self.raw.clamp_(0.0, 2.0)
+            if self.config.descent.penalty == "exact":
+                after = min(self.step + 1, self.config.steps - 1)
+                self.raw.copy_(self._at_target(self.raw, after))
+
+    def _describe(
+        self,
+        bank: Bank,
+        temperature: float,
+        loss: float,
+        penalty: float,
+        soft_bits: float,
+        norm: float,
+    ) -> dict[str, Any]:
+        """Of the row of a step, what it led to; null where a number is not finite."""
+        hard, projected = self.hard_choice(), self.projected_choice()
+        row: dict[str, Any] = {
+            "loss": loss,
+            "penalty": penalty,
+            "soft_bits": soft_bits,
+            "hard_bits": self.space.average(hard, self.budget.unit),
+            "projected_bits": self.space.average(projected, self.budget.unit),
+            **dict.fromkeys(LOSSES),
+            "grad_norm": norm,
+        }
+        is_last = self.step == self.config.steps - 1
+        if is_last or self.step % self.config.descent.evaluate_every == 0:
+            row |= self._measure(bank, temperature, hard, projected)
+        for key in ("loss", "penalty", *LOSSES, "grad_norm"):
+            if row[key] is not None and not np.isfinite(row[key]):
+                row[key] = None
         return row
 
     # --- state on disk -------------------------------------------------------------------------
 
     def save(self) -> None:
+        """Write the state and the history so far."""
         if self.folder is None or not self.processes.is_main:
             return
-        state = {
-            "fingerprint": self.fingerprint, "step": self.step, "raw": self.raw.detach().cpu(),
-            "optimizer": self.optimizer.state_dict(), "history": self.history,
-            "raw_rows": torch.from_numpy(np.stack(self.raw_rows)), "warnings": self.warnings,
-            "complained": sorted(self._complained), "seconds": self.clock.seconds,
-            "squares": self.squares.sums.cpu(),
-            "rotations": None if self.rotations is None else self.rotations.state(),
-        }  # fmt: skip
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        write_atomic(self.folder / STATE_FILE, lambda file: file.write(buffer.getvalue()))
+        tensors = {"raw": self.raw, "raw_rows": torch.from_numpy(np.stack(self.raw_rows))}
+        momentum = self.optimizer.state[self.raw].get("momentum_buffer")
+        if momentum is not None:
+            tensors["momentum"] = momentum
+        if self.rotations is not None:
+            tensors |= self.rotations.state()
+        facts = {
+            "step": self.step,
+            "history": self.history,
+            "warnings": self.warnings,
+            "complained": sorted(self._complained),
+            "seconds": self.clock.seconds,
+        }
+        self.state_file.save(State(facts, tensors))
         self.write_history()
 
     def write_history(self) -> None:
+        """history.jsonl, a row a step, and offsets.npz."""
         assert self.folder is not None
         lines = (json.dumps(row, allow_nan=False) for row in self.history)
         write_text(self.folder / "history.jsonl", "".join(f"{line}\n" for line in lines))
@@ -316,49 +339,31 @@ class DifferentiableSearch:
             self.folder / "offsets.npz", lambda f: np.savez_compressed(f, raw=rows, units=names)
         )
 
-    def resume(self) -> bool:
+    def resume(self) -> None:
         """Go on from the folder's state, if there is one.
 
         Raises:
-            RunError: the state belongs to a search with other settings, data or model.
+            RunError: it is damaged, or of a search with other settings, data or model.
         """
-        if self.folder is None or not (self.folder / STATE_FILE).exists():
-            return False
-        path = self.folder / STATE_FILE
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise RunError(
-                f"{path} is damaged ({type(error).__name__}: {str(error).partition(chr(10))[0]}). "
-                "Delete it to search again from the start."
-            ) from error
-        if not isinstance(state, dict) or set(state) != _STATE_KEYS:
-            raise RunError(
-                f"{path} is damaged (it holds no search state). Delete it to search again from "
-                "the start."
-            )
-        if state["fingerprint"] != self.fingerprint:
-            raise RunError(
-                f"{self.folder} holds a search with other settings, data or model. Choose another "
-                "folder, or delete it to search again from the start."
-            )
-        self.step = state["step"]
+        state = self.state_file.load()
+        if state is None:
+            return
+        facts, tensors = state.facts, state.tensors
+        self.step, self.history, self.warnings = facts["step"], facts["history"], facts["warnings"]
+        self._complained = set(facts["complained"])
+        self.clock.before = facts["seconds"]
         with torch.no_grad():
-            self.raw.copy_(state["raw"])
-            self.squares.sums.copy_(state["squares"])
+            self.raw.copy_(tensors["raw"])
+        self.raw_rows = list(tensors["raw_rows"].numpy())
+        if "momentum" in tensors:
+            self.optimizer.state[self.raw]["momentum_buffer"] = tensors["momentum"].to(self.device)
         if self.rotations is not None:
-            self.rotations.load(state["rotations"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.history = state["history"]
-        self.raw_rows = list(state["raw_rows"].numpy())
-        self.warnings = state["warnings"]
-        self._complained = set(state["complained"])
-        self.clock.before = state["seconds"]
-        return True
+            self.rotations.load(tensors)
 
     # --- all of it -----------------------------------------------------------------------------
 
     def run(self) -> None:
+        """All steps that are left."""
         self.resume()
         config = self.config
         quiet = not self.processes.is_main
@@ -366,7 +371,7 @@ class DifferentiableSearch:
             searching_model(
                 self.model, self.space, self.family, config.scale_rule, self.rotations
             ) as bank,
-            checkpointing(self.model, config.gradient_checkpointing, "search"),
+            checkpointing(self.model, config.descent.gradient_checkpointing, "search.descent"),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),
             progress("search", config.steps, done=self.step, quiet=quiet) as advance,
         ):
@@ -380,13 +385,13 @@ class DifferentiableSearch:
                 advance(
                     f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard"
                 )
-                if self.step % config.checkpoint_every == 0:
+                if self.step % config.descent.checkpoint_every == 0:
                     self.save()
         self.save()
         if np.array_equal(self.raw_rows[-1], self.raw_rows[0]):
             unit = self.space.units[0].name
             self._warn(
                 f"no offset moved in {config.steps} steps ({unit} and {len(self.space.units) - 1} "
-                "more): the gradients are zero or the learning rate is. Raise search.lr, or start "
-                "elsewhere (search.raw_start)."
+                "more): the gradients are zero or the learning rate is. Raise search.descent.lr, or "
+                "start elsewhere (search.descent.raw_start)."
             )

@@ -13,7 +13,7 @@ from dmx.formats import BlockFormat
 from dmx.kernels.losses import Divergence
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.models.running import model_logits
-from dmx.searching.offsets import Bank
+from dmx.searching.bank import Bank
 
 STACKED_LOGITS = {"cuda": 1 << 31, "cpu": 1 << 27}
 """Logits of disturbed models held at once, by device type."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmx.kernels.losses import cross_entropy, kl_loss
-from dmx.searching.config import SearchConfig
+from dmx.searching.config import DescentConfig
 
 
 def task_loss(objective: str, logits: Tensor, tokens: Tensor, reference: Tensor | None) -> Tensor:
@@ -24,7 +24,7 @@ def task_loss(objective: str, logits: Tensor, tokens: Tensor, reference: Tensor 
     return kl_loss(logits, reference)
 
 
-def budget_penalty(config: SearchConfig, soft_average: Tensor, target: float) -> Tensor:
+def budget_penalty(config: DescentConfig, soft_average: Tensor, target: float) -> Tensor:
     """0-d; `soft_average` and `target` in the budget's unit."""
     if config.penalty == "scaling":
         return config.penalty_lambda * soft_average

@@ -5,29 +5,28 @@ A round, at the present choice:
     measure   KL(full precision, quantized), token mean, of the model with one unit one step lower
               or higher, for every unit and both directions
     propose   the best choice within the budget of the additive model (the sum of these
-              differences), with at most `size` units changed: exact, by `solve_knapsack`
+              differences), with at most `size` units changed: exact, by `dmx.searching.knapsack`
     verify    the KL of the proposed choice itself; a better one is taken
 
 Differences add up only near the choice at which they were measured, so `size` is a trust region: it
 doubles while that finds better choices, or halves until none is better; where none is found, the next best
 few changes of a handful of units are tried one after the other. A proposal costs little, one pass over
 the batches against one for each unit that a measurement takes. The polish ends when no proposal is
-better, twice in a row where rounds have batches of their own, or after `polish_rounds`.
+better, twice in a row where rounds have batches of their own, or after `polish.rounds`.
 
-Where there are batches enough, each round measures on others than the last, until all had their turn. What was
-measured of a step before counts half with each new measurement: the differences of one choice are nearly
-those of the next, their noise is not.
+Where there are batches enough, each round measures on others than the last, until all had their turn; what is
+remembered of the earlier ones is in `dmx.searching.gains`.
 
 The best of many noisy measurements is partly the luckiest: on 512 tokens, proposals for 210 layers that
 lowered the KL of those tokens by 6 % raised that of others by as much. So proposals are verified on
 calibration batches that nothing was measured on, which are cheap to add, and luck is turned down.
 
-Scans of the unquantized model (`heuristics`) measure each unit alone; here it is measured beside the
+Scans of the unquantized model (`dmx.searching.scan`) measure each unit alone; here it is measured beside the
 errors of all others, which is what counts at the end.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,41 +35,32 @@ import torch
 from torch import Tensor, nn
 
 from dmx.assignment.budget import Budget
-from dmx.assignment.projection import project
 from dmx.assignment.space import SearchSpace
-from dmx.errors import BudgetError, RunError
-from dmx.files import write_json, write_text
+from dmx.errors import RunError
+from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import Divergence
 from dmx.models.running import model_logits, quick_attention
 from dmx.progress import Stopwatch, progress
+from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig
 from dmx.searching.disturbances import Change, Disturbances
-from dmx.searching.heuristics import solve_knapsack
-from dmx.searching.offsets import Bank, searching_model
+from dmx.searching.gains import HANDFUL, Gains
 from dmx.searching.processes import Processes
+from dmx.state import State, StateFile, code_version
 
-STATE_FILE = "polish_state.json"
+STATE_FILE = "polish_state.safetensors"
 LOG_FILE = "polish.jsonl"
 DEFAULT_BATCHES = 4
-"""`polish_batches: null` measures a round on so many at most: 16,384 tokens of the default calibration."""
+"""`polish.batches: null` measures a round on so many at most: 16,384 tokens of the default calibration."""
 JUDGES = 4
 """Batches that verify, at most, for each that measures."""
 KEPT_LOGITS = {"cuda": 1 << 32, "cpu": 1 << 27}
 """Logits of the unquantized model on the batches that verify, by device type; more are run anew."""
-MEMORY = 0.5
-"""Weight of what was known of a step against a new measurement on other batches."""
 PATIENCE = 2
 """Rounds in a row without a better choice that end the polish; 1 where all rounds measure on the same batches."""
 FIRST_SHARE = 4
 """The first trust region is the units divided by this."""
-HANDFUL = 4
-"""Changed units of the last proposals: two raises, each paid for by a lowering, or so."""
-LAST_PROPOSALS = 16
-"""How many of them are tried."""
-STEP_RATIO = 16.0
-"""What the gain of a step is divided by for the step above it: two more mantissa bits, a quarter of
-the error, a sixteenth of its square. Only for steps that no measurement reaches."""
 
 
 class Polish:
@@ -96,10 +86,10 @@ class Polish:
         clock: Stopwatch,
     ) -> None:
         self.model, self.space, self.budget, self.config = model, space, budget, config
-        self.folder, self.fingerprint, self.clock = folder, fingerprint, clock
+        self.folder, self.clock = folder, clock
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
-        count = config.polish_batches or max(1, min(DEFAULT_BATCHES, len(batches) // 2))
+        count = config.polish.batches or max(1, min(DEFAULT_BATCHES, len(batches) // 2))
         self.batches = [self.processes.own_rows(b) for b in batches]
         every = list(range(len(batches)))
         self.judging = every[count : (1 + JUDGES) * count] or every[:count]
@@ -109,22 +99,29 @@ class Polish:
         self.has_fresh = len(self.pool) >= 2 * count
         self.start = np.array(start, dtype=np.int64)
         self.choice = self.start.copy()
+        own = sha256(f"{fingerprint} {self.start.tolist()}".encode())
+        self.state_file = StateFile(
+            None if folder is None else folder / STATE_FILE,
+            own,
+            code_version(__name__),
+            "polish",
+            "polish again",
+        )
         self.size = max(2, len(space.units) // FIRST_SHARE)
-        self.gain = np.zeros((len(space.units), len(space.formats) - 1))
-        """(U, F-1) KL that each step saves, as measured so far."""
-        self.weight = np.zeros_like(self.gain)
-        """(U, F-1) of the measurements in `gain`; 0: none, `gain` is extrapolated."""
+        self.gains = Gains(space, budget, remembers=self.has_fresh)
         self.fruitless = 0
         self.rows: list[dict[str, Any]] = []
         self._references: dict[int, Divergence] = {}
 
     @property
     def is_finished(self) -> bool:
+        """Whether rounds without a better choice have ended it."""
         return self.fruitless >= (PATIENCE if self.has_fresh else 1)
 
     # --- measuring -----------------------------------------------------------------------------
 
     def formats(self, choice: np.ndarray) -> list[BlockFormat | None]:
+        """Format of each unit under a choice."""
         return [self.space.formats[int(i)] for i in choice]
 
     def _reference(self, index: int, bank: Bank) -> Divergence:
@@ -151,11 +148,11 @@ class Polish:
         values = self.processes.mean(sums / (n_batches * self.batches[0].numel())).cpu().numpy()
         if not np.isfinite(values).all():
             raise RunError(
-                "search.polish_rounds: a KL is not finite: the quantized model gives NaN or Inf on "
+                "search.polish.rounds: a KL is not finite: the quantized model gives NaN or Inf on "
                 "the calibration data. Search in bfloat16 or float32, or look at the data."
             )
-        found: np.ndarray = values
-        return found
+        means: np.ndarray = values
+        return means
 
     def divergence(self, choice: np.ndarray, bank: Bank) -> float:
         """KL(full precision, quantized) of a choice on the judging batches, nats/token."""
@@ -188,54 +185,11 @@ class Polish:
         kls = self._token_mean(sums, len(measuring))
         unit, changed = np.array(steps).T
         own = self.choice[unit]
-        gain = np.full(self.gain.shape, np.nan)
+        gain = np.full(self.gains.gain.shape, np.nan)
         gain[unit, np.minimum(own, changed)] = (own - changed) * (kls[:-1] - kls[-1])
         return gain
 
-    def _learn(self, measured: np.ndarray) -> None:
-        """Take (U, F-1) measured gains into `gain`. Steps that were never measured go on from the
-        nearest of those that were, by STEP_RATIO."""
-        is_new = np.isfinite(measured)
-        old = self.weight * (MEMORY if self.has_fresh else 0.0)
-        known = np.where(self.weight > 0, self.gain, np.nan)
-        gain = np.where(is_new, (measured + old * self.gain) / (1.0 + old), known)
-        self.weight = np.where(is_new, 1.0 + old, self.weight)
-        for s in range(1, gain.shape[1]):
-            above = np.where(gain[:, s - 1] > 0, gain[:, s - 1] / STEP_RATIO, gain[:, s - 1])
-            gain[:, s] = np.where(np.isnan(gain[:, s]), above, gain[:, s])
-        for s in reversed(range(gain.shape[1] - 1)):
-            below = np.where(gain[:, s + 1] > 0, gain[:, s + 1] * STEP_RATIO, gain[:, s + 1])
-            gain[:, s] = np.where(np.isnan(gain[:, s]), below, gain[:, s])
-        self.gain = gain
-
-    def scores(self) -> np.ndarray:
-        """(U, F) by how much the KL rises with each unit at each candidate, the others as chosen, by
-        `gain`; inf where that is extrapolated."""
-
-        def to_own(values: np.ndarray) -> np.ndarray:
-            """(U, F) sums of (U, F-1) steps between each candidate and a unit's own; negative below."""
-            sums = np.concatenate([np.zeros((len(values), 1)), values.cumsum(axis=1)], axis=1)
-            return sums - np.take_along_axis(sums, self.choice[:, None], axis=1)
-
-        return np.where(to_own(self.weight == 0) == 0, -to_own(self.gain), np.inf)
-
     # --- choosing ------------------------------------------------------------------------------
-
-    def preference(self) -> np.ndarray:
-        """(U, F-1) KL saved per added bit, by `gain`."""
-        bits = np.diff(self.space.candidate_bits(self.budget.unit))
-        return self.gain / (self.space.weights[:, None] * bits[None])
-
-    def _maximal(self, choice: np.ndarray) -> np.ndarray:
-        return project(self.space, self.budget, choice, self.preference(), gain=self.gain)
-
-    def _propose(
-        self, scores: np.ndarray, size: int, excluded: Sequence[np.ndarray] = ()
-    ) -> np.ndarray:
-        """The best choice of the additive model near the present one; not yet `_maximal`."""
-        return solve_knapsack(
-            self.space, self.budget, scores, near=self.choice, most_changes=size, excluded=excluded
-        )
 
     def _best_nearby(
         self, scores: np.ndarray, divergence: Callable[[np.ndarray], float], now: float
@@ -244,7 +198,7 @@ class Polish:
         best, best_kl, tried, has_failed = self.choice, now, 0, False
         size = self.size
         while size >= 2:
-            candidate = self._maximal(self._propose(scores, size))
+            candidate = self.gains.maximal(self.gains.propose(self.choice, scores, size))
             if np.array_equal(candidate, best):
                 break  # the additive model sees nothing better, here or further out
             tried += 1
@@ -260,48 +214,40 @@ class Polish:
             size = min(size, changed) // 2 if has_failed else min(2 * size, len(self.choice))
         if best is self.choice:
             self.size = HANDFUL
-            for candidate in self._next_best(scores):
+            for candidate in self.gains.next_best(self.choice, scores):
                 tried += 1
                 kl = divergence(candidate)
                 if kl < now:
                     return candidate, kl, tried
         return best, best_kl, tried
 
-    def _next_best(self, scores: np.ndarray) -> Iterator[np.ndarray]:
-        """Choices near the present one, in the order of the additive model."""
-        excluded, seen = [self.choice], {tuple(self.choice)}
-        for _ in range(LAST_PROPOSALS):
-            try:
-                excluded.append(self._propose(scores, HANDFUL, excluded))
-            except BudgetError:  # there is no other choice
-                return
-            candidate = self._maximal(excluded[-1])
-            if tuple(candidate) not in seen:
-                seen.add(tuple(candidate))
-                yield candidate
-
     # --- rounds --------------------------------------------------------------------------------
 
     def _log(self, kl: float, moves: int, tried: int, since: float) -> None:
         self.rows.append(
             {
-                "round": len(self.rows), "kl": kl, "moves": moves, "tried": tried,
+                "round": len(self.rows),
+                "kl": kl,
+                "moves": moves,
+                "tried": tried,
                 "bits": self.space.average(self.choice, self.budget.unit),
                 "seconds": self.clock.seconds - since,
             }
-        )  # fmt: skip
+        )
 
     def take_round(
         self, bank: Bank, disturbances: Disturbances, advance: Callable[[str], None]
     ) -> None:
+        """Measure, propose, verify; take what is better."""
         since, now = self.clock.seconds, self.rows[-1]["kl"]
-        self._learn(self._measure(bank, disturbances, advance))
-        best, kl, tried = self._best_nearby(self.scores(), lambda c: self.divergence(c, bank), now)
+        self.gains.learn(self._measure(bank, disturbances, advance))
+        scores = self.gains.scores(self.choice)
+        best, kl, tried = self._best_nearby(scores, lambda c: self.divergence(c, bank), now)
         self.fruitless = self.fruitless + 1 if best is self.choice else 0
-        is_last = self.is_finished or len(self.rows) == self.config.polish_rounds
+        is_last = self.is_finished or len(self.rows) == self.config.polish.rounds
         if best is self.choice and is_last:
             # Room that the last measurement says to use, though no proposal of its own verified it.
-            best = self._maximal(best)
+            best = self.gains.maximal(best)
             if not np.array_equal(best, self.choice):
                 kl, tried = self.divergence(best, bank), tried + 1
         moves = int((best != self.choice).sum())
@@ -310,8 +256,9 @@ class Polish:
 
     @torch.no_grad()
     def run(self) -> None:
+        """All rounds that are left."""
         self.resume()
-        asked = self.config.polish_rounds
+        asked = self.config.polish.rounds
         done = max(0, len(self.rows) - 1)  # the first row is of the start
         if self.is_finished or done >= asked:
             return
@@ -339,18 +286,21 @@ class Polish:
     # --- state on disk -------------------------------------------------------------------------
 
     def save(self) -> None:
+        """Write the state, and the rows so far for readers."""
         if self.folder is None or not self.processes.is_main:
             return
         # No times, so that a resumed polish leaves the same file byte for byte.
         lines = [{k: v for k, v in row.items() if k != "seconds"} for row in self.rows]
         text = "".join(f"{json.dumps(line, allow_nan=False)}\n" for line in lines)
         write_text(self.folder / LOG_FILE, text)
-        write_json(self.folder / STATE_FILE, {
-            "fingerprint": self.fingerprint, "start": self.start.tolist(),
-            "choice": self.choice.tolist(), "size": self.size,
-            "gain": self.gain.tolist(), "weight": self.weight.tolist(), "fruitless": self.fruitless, "rows": self.rows,
+        facts = {
+            "size": self.size,
+            "fruitless": self.fruitless,
+            "rows": self.rows,
             "seconds": self.clock.seconds,
-        })  # fmt: skip
+        }
+        arrays = {"choice": self.choice, "gain": self.gains.gain, "weight": self.gains.weight}
+        self.state_file.save(State(facts, {k: torch.from_numpy(v) for k, v in arrays.items()}))
 
     def resume(self) -> None:
         """Go on from the folder's state, if there is one.
@@ -358,31 +308,12 @@ class Polish:
         Raises:
             RunError: it is damaged, or belongs to a polish of another search.
         """
-        if self.folder is None or not (self.folder / STATE_FILE).exists():
+        state = self.state_file.load()
+        if state is None:
             return
-        path = self.folder / STATE_FILE
-        try:
-            state = json.loads(path.read_text())
-            fits = state["fingerprint"] == self.fingerprint
-            fits = fits and state["start"] == self.start.tolist()
-            choice = np.array(state["choice"], dtype=np.int64)
-            gain = np.array(state["gain"], dtype=np.float64)
-            weight, fruitless = np.array(state["weight"], dtype=np.float64), int(state["fruitless"])
-            rows, size = list(state["rows"]), int(state["size"])
-            seconds = float(state["seconds"])
-            if not (
-                choice.shape == self.choice.shape and gain.shape == weight.shape == self.gain.shape
-            ):
-                raise ValueError(f"{choice.shape}, {gain.shape}, {weight.shape}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"{path} is damaged ({type(error).__name__}: {error}). Delete it to polish again."
-            ) from error
-        if not fits:
-            raise RunError(
-                f"{path} is of a polish with other settings, data, model or start. Choose another "
-                "folder, or delete it to polish again."
-            )
-        self.choice, self.gain, self.rows, self.size = choice, gain, rows, size
-        self.weight, self.fruitless = weight, fruitless
-        self.clock.before = seconds
+        facts, arrays = state.facts, {k: v.numpy() for k, v in state.tensors.items()}
+        self.choice, self.gains.gain, self.gains.weight = (
+            arrays[name] for name in ("choice", "gain", "weight")
+        )
+        self.size, self.fruitless, self.rows = facts["size"], facts["fruitless"], facts["rows"]
+        self.clock.before = facts["seconds"]

@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,23 @@ from dmx.formats import BlockFormat
 from dmx.models import check_searchable
 from dmx.models.identity import model_fingerprint
 from dmx.progress import Stopwatch
-from dmx.searching.config import SearchConfig
+from dmx.searching.config import SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
-from dmx.searching.heuristics import Scan, heuristic_choice, soft_start
+from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
+from dmx.searching.scan import Scan
 from dmx.searching.transforming import asked_transform, transformed_layers
 from dmx.transforms.stage import Transform, transformed
 
 
-def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
+def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
     """Units and candidates of a model under a config; a meta-device model will do.
 
     Raises:
         ModelError: quantized, PEFT, mostly outside nn.Linear, nothing to search, a pattern that
             matches nothing. FormatError: patterns that split a group which the target fuses.
-        AssignmentError: search.transform_file is missing, damaged, or of another model.
+        AssignmentError: search.rotation.file is missing, damaged, or of another model.
     """
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
@@ -52,16 +52,16 @@ def search_space(model: nn.Module, config: SearchConfig) -> SearchSpace:
         fixed=config.fixed,
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
-        choices=config.operands,
+        choices=config.choices,
     )
-    if config.transform_file is not None:
+    if config.rotation.file is not None:
         asked_transform(config, space)
     if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
         _check_groups(space, config)
     return space
 
 
-def _check_groups(space: SearchSpace, config: SearchConfig) -> None:
+def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
     """Raise FormatError where exclude or fixed take only some layers of a fused group."""
     formats = {layer: "searched" for unit in space.units for layer in unit.layers}
     formats |= {layer: block_format.name for layer, block_format in space.fixed.items()}
@@ -102,6 +102,168 @@ def search(
         TypeError: budget or config is not of its class. BudgetError: unreachable. ModelError, FormatError, DataError: see their messages.
         RunError: the folder holds another search, or cannot be written.
     """
+    _check_types(budget, config)
+    _check_weights(model)
+    space = search_space(model, config)
+    space.check_budget(budget)
+    listed = list_batches(batches, model)
+    config.check_batches(len(listed))
+    where = None if folder is None else Path(folder)
+    if score_folder is None and where is not None:
+        score_folder = where / "scores"
+    job = _Job(model, listed, space, budget, config, where, score_folder and Path(score_folder))
+    device = next(model.parameters()).device
+    # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        if where is not None:
+            # An unwritable folder must show now, not after the first checkpoint's worth of steps.
+            write_text(where / ".writable", "").unlink(missing_ok=True)
+        if config.learns_rotation:
+            outcome = job.descend(Transform("hadamard_block"))  # what the rotations start from
+            with transformed(model, outcome.transform, transformed_layers(space)):
+                outcome = job.polish(outcome)
+        else:
+            transform = asked_transform(config, space)
+            with transformed(model, transform, transformed_layers(space)):
+                descends = config.name == "differentiable"
+                outcome = job.descend(transform) if descends else job.rank(transform)
+                outcome = job.polish(outcome)
+    assignment = make_assignment(
+        space,
+        outcome.choice,
+        model,
+        scale_rules=config.scale_rule,
+        budget=budget,
+        search=config.summary(),
+    )
+    return SearchResult(
+        assignment=outcome.transform.attach(assignment, model),
+        units=tuple(u.name for u in space.units),
+        preference=outcome.preference,
+        seconds=job.clock.seconds,
+        history=outcome.history,
+        polish=outcome.rounds,
+        raw_offsets=outcome.raw_offsets,
+        cuda_graph=outcome.cuda_graph,
+        warnings=outcome.warnings,
+    )
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the stages of a search hand on."""
+
+    transform: Transform
+    choice: np.ndarray
+    preference: np.ndarray
+    history: list[dict[str, Any]] = field(default_factory=list)
+    raw_offsets: np.ndarray | None = None
+    warnings: list[str] = field(default_factory=list)
+    cuda_graph: str = "off"
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _Job:
+    """The stages of one search, on a model that is transformed as they say."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: list[Tensor],
+        space: SearchSpace,
+        budget: Budget,
+        config: SearchConfig,
+        folder: Path | None,
+        score_folder: Path | None,
+    ) -> None:
+        self.model, self.batches, self.space = model, batches, space
+        self.budget, self.config = budget, config
+        self.folder, self.score_folder = folder, score_folder
+        self.clock = Stopwatch()
+        self.identity = model_fingerprint(model)
+        """Of the untransformed model."""
+
+    def descend(self, transform: Transform) -> _Outcome:
+        """By gradient."""
+        descent = DifferentiableSearch(
+            self.model,
+            self.batches,
+            self.space,
+            self.budget,
+            self.config,
+            folder=self.folder,
+            fingerprint=self._fingerprint(transform),
+        )
+        descent.clock = self.clock
+        descent.run()
+        learned = descent.rotations
+        return _Outcome(
+            transform if learned is None else learned.transform(),
+            descent.projected_choice(),
+            descent.preference(),
+            history=descent.history,
+            raw_offsets=np.stack(descent.raw_rows),
+            warnings=descent.warnings,
+            cuda_graph="on" if descent.uses_graph else "off",
+        )
+
+    def rank(self, transform: Transform) -> _Outcome:
+        """By what was measured of each unit, or by nothing."""
+        used = batches_sha256(self.batches[: self.config.score_batches])
+        facts = self.identity | {"transform": transform.key(), "batches": used}
+        scan = Scan(
+            self.model,
+            self.batches,
+            self.space,
+            self.config,
+            fingerprint=facts,
+            folder=self.score_folder,
+        )
+        choice, preference = heuristic_choice(scan, self.space, self.budget, self.config)
+        return _Outcome(transform, choice, preference)
+
+    def polish(self, outcome: _Outcome) -> _Outcome:
+        """The outcome, made better where the config asks for it."""
+        if not self.config.polish.rounds:
+            return outcome
+        polish = Polish(
+            self.model,
+            self.batches,
+            self.space,
+            self.budget,
+            self.config,
+            start=outcome.choice,
+            folder=self.folder,
+            fingerprint=self._fingerprint(outcome.transform, with_polish=True),
+            clock=self.clock,
+        )
+        polish.run()
+        preference = polish.gains.preference()
+        return replace(outcome, choice=polish.choice, preference=preference, rounds=polish.rows)
+
+    def _fingerprint(self, transform: Transform, *, with_polish: bool = False) -> str:
+        """Hash of everything that the numbers of a stage depend on, but for code and machine; without
+        its polish, which may be added to a search that has ended."""
+        settings = asdict(self.config)
+        del settings["descent"]["checkpoint_every"]
+        del settings["rotation"]["file"]  # its content is in the transform's key
+        if not with_polish:
+            del settings["polish"]
+        body = {
+            "config": settings,
+            "budget": asdict(self.budget),
+            "batches": batches_sha256(self.batches),
+            **self.identity,
+            "transform": transform.key(),
+        }
+        return sha256(json.dumps(body, sort_keys=True).encode())
+
+
+def _check_types(budget: object, config: object) -> None:
     if not isinstance(budget, Budget):
         raise TypeError(
             f"budget must be a dmx.Budget, got {budget!r}: dmx.Budget(5.0), or "
@@ -109,84 +271,6 @@ def search(
         )
     if not isinstance(config, SearchConfig):
         raise TypeError(f"config must be a dmx.SearchConfig, got {config!r}: dmx.SearchConfig()")
-    _check_weights(model)
-    space = search_space(model, config)
-    space.check_budget(budget)
-    listed = list_batches(batches, model)
-    config.check_batches(len(listed))
-    where = None if folder is None else Path(folder)
-    clock = Stopwatch()
-    device = next(model.parameters()).device
-    learns = config.learns_rotation
-    transform = Transform("hadamard_block") if learns else asked_transform(config, space)
-    layers = transformed_layers(space)
-    identity = model_fingerprint(model) | {"transform": transform.key()}
-    # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-        ExitStack() as stage,
-    ):
-        if where is not None:
-            # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-            write_text(where / ".writable", "").unlink(missing_ok=True)
-        if score_folder is None and where is not None:
-            score_folder = where / "scores"
-        stage.enter_context(transformed(model, transform, layers))
-        scan = Scan(
-            model, listed, space, config,
-            fingerprint=identity | {"batches": batches_sha256(listed[: config.score_batches])},
-            folder=None if score_folder is None else Path(score_folder),
-        )  # fmt: skip
-        if config.name == "differentiable":
-            start = None
-            if config.start != "constant":
-                # The scan's model is transformed already.
-                known = replace(config, name=config.start, transform="none", transform_file=None)
-                found, wanted, _ = heuristic_choice(scan, space, budget, known)
-                start = soft_start(space, config.format_family, found, wanted, config.start_spread)
-            if learns:
-                stage.close()  # rotations are learned on the model as it is
-            run = DifferentiableSearch(
-                model, listed, space, budget, config, folder=where, start=start,
-                fingerprint=_fingerprint(identity, listed, budget, config),
-            )  # fmt: skip
-            run.clock = clock
-            run.run()
-            if run.rotations is not None:
-                transform = run.rotations.transform()
-                identity |= {"transform": transform.key()}
-                stage.enter_context(transformed(model, transform, layers))
-            choice, preference = run.projected_choice(), run.preference()
-            history, raw, complaints = run.history, np.stack(run.raw_rows), run.warnings
-            graph = "on" if run.uses_graph else "off"
-        else:
-            choice, preference, _ = heuristic_choice(scan, space, budget, config)
-            history, raw, complaints, graph = [], None, [], "off"
-        rounds: list[dict[str, Any]] = []
-        if config.polish_rounds:
-            polish = Polish(
-                model, listed, space, budget, config, start=choice, folder=where, clock=clock,
-                fingerprint=_fingerprint(identity, listed, budget, config, with_polish=True),
-            )  # fmt: skip
-            polish.run()
-            choice, preference, rounds = polish.choice, polish.preference(), polish.rows
-    assignment = make_assignment(
-        space, choice, model,
-        scale_rules=config.scale_rule, budget=budget, search=config.summary(),
-    )  # fmt: skip
-    return SearchResult(
-        assignment=transform.attach(assignment, model),
-        units=tuple(u.name for u in space.units),
-        preference=preference,
-        seconds=clock.seconds,
-        history=history,
-        polish=rounds,
-        raw_offsets=raw,
-        cuda_graph=graph,
-        warnings=complaints,
-    )  # fmt: skip
 
 
 def _check_weights(model: nn.Module) -> None:
@@ -201,35 +285,12 @@ def _check_weights(model: nn.Module) -> None:
 
 
 def uniform_assignment(
-    model: nn.Module, block_format: BlockFormat, config: SearchConfig
+    model: nn.Module, block_format: BlockFormat, config: SearchSettings
 ) -> Assignment:
     """Every searched layer in one format, whatever the family of the config, with its transform."""
-    space = search_space(model, replace(config, operands="joint"))
+    space = search_space(model, replace(config, choices="joint"))
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
     facts = SearchFacts(name="uniform", seed=config.seed)
     made = make_assignment(alone, choice, model, scale_rules=config.scale_rule, search=facts)
     return asked_transform(config, alone).attach(made, model)
-
-
-def _fingerprint(
-    identity: dict[str, Any],
-    batches: list[Tensor],
-    budget: Budget,
-    config: SearchConfig,
-    *,
-    with_polish: bool = False,
-) -> str:
-    """Hash of everything that the numbers of a search depend on, but for the machine; without its
-    polish, which may be added to a search that has ended."""
-    settings = asdict(config)
-    del settings["checkpoint_every"], settings["transform_file"]  # its content is in `identity`
-    if not with_polish:
-        del settings["polish_rounds"], settings["polish_batches"]
-    body = {
-        "config": settings,
-        "budget": asdict(budget),
-        "batches": batches_sha256(batches),
-        **identity,
-    }
-    return sha256(json.dumps(body, sort_keys=True).encode())

@@ -2,7 +2,7 @@
 
 from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
-from dmx.searching.config import SearchConfig, SearchConfigError
+from dmx.searching.config import SearchConfigError, SearchSettings
 from dmx.transforms.stage import Transform, check_rotations, read_rotations
 
 
@@ -11,31 +11,31 @@ def transformed_layers(space: SearchSpace) -> list[str]:
     return [*space.unit_of("weight"), *space.fixed]
 
 
-def asked_transform(config: SearchConfig, space: SearchSpace) -> Transform:
+def asked_transform(config: SearchSettings, space: SearchSpace) -> Transform:
     """The transform before any learning.
 
     Raises:
-        SearchConfigError: it has to be learned first. AssignmentError: search.transform_file is
+        SearchConfigError: it has to be learned first. AssignmentError: search.rotation.file is
             damaged, or of another model.
     """
     if config.transform == "hadamard_full":
         return Transform("hadamard_full", residual_block=config.residual_block)
     if config.transform != "learned":
         return Transform(config.transform)
-    if config.transform_file is None:
+    if config.rotation.file is None:
         raise SearchConfigError(
             "search.transform=learned: this needs rotations that are learned already. Give "
-            "search.transform_file=path/to/transform.safetensors of a differentiable search, or use "
+            "search.rotation.file=path/to/transform.safetensors of a differentiable search, or use "
             "search.transform=hadamard_block, which they start from."
         )
-    setting = f"search.transform_file={config.transform_file}"
+    setting = f"search.rotation.file={config.rotation.file}"
     try:
-        with open(config.transform_file, "rb") as file:
+        with open(config.rotation.file, "rb") as file:
             rotations = read_rotations(file.read(), setting)
     except OSError as error:
         raise AssignmentError(
             f"{setting}: cannot be read ({error.strerror}). Give the path of a transform.safetensors "
             "that a search with search.transform=learned wrote."
         ) from error
-    check_rotations(rotations, {name: space.shapes[name] for name in transformed_layers(space)})
+    check_rotations(rotations, transformed_layers(space))
     return Transform("learned", rotations=rotations)

@@ -27,34 +27,24 @@ def hadamard_block() -> Tensor:
 
 
 def rotate(x: Tensor, matrix: Tensor) -> Tensor:
-    """Each block of 32 along the last axis times its matrix; accumulated in float32 by the product.
+    """Each block of 32 along the last axis times the matrix; accumulated in float32 by the product.
 
     Args:
-        x: (..., n), n a multiple of 32. matrix: (32, 32) for all blocks or (n / 32, 32, 32), in the
-            dtype of x. Differentiable in both.
+        x: (..., n), n a multiple of 32. matrix: (32, 32), in the dtype of x. Differentiable in both.
 
     Returns:
         Shape and dtype of x.
     """
-    blocks = x.unflatten(-1, (-1, BLOCK_SIZE))
-    if matrix.ndim == 2:
-        return (blocks @ matrix).flatten(-2)
-    return torch.einsum("...bi,bij->...bj", blocks, matrix).flatten(-2)
+    return (x.unflatten(-1, (-1, BLOCK_SIZE)) @ matrix).flatten(-2)
 
 
-def by_rotation(x: Tensor, grad: Tensor, matrix: Tensor) -> Tensor:
-    """Gradient of `rotate(x, matrix)` by the matrix.
+def by_rotation(x: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of `rotate(x, matrix)` by the matrix; (32, 32) in the dtype of x.
 
     Args:
         grad: by the result; shape of x.
-
-    Returns:
-        Shape and dtype of the matrix.
     """
-    blocks, grads = (t.reshape(-1, t.shape[-1] // BLOCK_SIZE, BLOCK_SIZE) for t in (x, grad))
-    if matrix.ndim == 2:
-        return blocks.flatten(0, 1).mT @ grads.flatten(0, 1)
-    return torch.einsum("nbi,nbj->bij", blocks, grads)
+    return x.reshape(-1, BLOCK_SIZE).mT @ grad.reshape(-1, BLOCK_SIZE)
 
 
 class BlockRotation:

@@ -5,14 +5,11 @@ one (n, 32, 32) float32 parameter that the search owns; layers see views of it i
 model. They start at the Hadamard matrix and move by `CayleySGD`.
 """
 
-from collections.abc import Mapping
-from itertools import accumulate
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from dmx.formats import BLOCK_SIZE
 from dmx.models.linears import fused_group
 from dmx.transforms.block import hadamard_block
 from dmx.transforms.stage import Transform
@@ -24,26 +21,24 @@ class LearnedRotations:
 
     def __init__(
         self,
-        in_features: Mapping[str, int],
+        layers: Iterable[str],
         *,
-        per_block: bool,
         momentum: float,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """in_features: of every layer that is quantized. dtype: of the model."""
-        inputs = {fused_group(layer): n for layer, n in in_features.items()}
-        self.inputs, self.per_block, self.dtype = list(inputs), per_block, dtype
-        self.sizes = [n // BLOCK_SIZE if per_block else 1 for n in inputs.values()]
-        self.input_of = {layer: self.inputs.index(fused_group(layer)) for layer in in_features}
-        start = hadamard_block().repeat(sum(self.sizes), 1, 1).to(device)
+        """layers: all that are quantized. dtype: of the model."""
+        layers = list(layers)
+        inputs = dict.fromkeys(fused_group(layer) for layer in layers)
+        self.inputs, self.dtype = list(inputs), dtype
+        self.input_of = {layer: self.inputs.index(fused_group(layer)) for layer in layers}
+        start = hadamard_block().repeat(len(self.inputs), 1, 1).to(device)
         self.matrices = start.requires_grad_()
         self.optimizer = CayleySGD(self.matrices, momentum)
 
     def views(self) -> tuple[Tensor, ...]:
-        """For each input (32, 32) or (n_blocks, 32, 32), in the model's dtype; differentiable."""
-        parts = self.matrices.to(self.dtype).split(self.sizes)
-        return parts if self.per_block else tuple(part[0] for part in parts)
+        """For each input (32, 32), in the model's dtype; differentiable."""
+        return self.matrices.to(self.dtype).unbind(0)
 
     def step(self, gradient: Tensor, lr: float) -> Tensor:
         """gradient: as the matrices; where it is not finite it is taken as zero.
@@ -53,20 +48,23 @@ class LearnedRotations:
         """
         bad = ~gradient.isfinite().all(-1).all(-1)
         self.optimizer.step(gradient.masked_fill(bad[:, None, None], 0.0), lr)
-        return torch.stack([part.any() for part in bad.split(self.sizes)]).float()
+        return bad.float()
 
     def transform(self) -> Transform:
-        starts = [0, *accumulate(self.sizes)]
+        """The rotations as they are now, for all that follows the search."""
         matrices = self.matrices.detach().cpu()
-        return Transform("learned", rotations={
-            name: (matrices[a:b] if self.per_block else matrices[a]).clone()
-            for name, a, b in zip(self.inputs, starts, starts[1:], strict=False)
-        })  # fmt: skip
+        rotations = {name: matrices[i].clone() for i, name in enumerate(self.inputs)}
+        return Transform("learned", rotations=rotations)
 
-    def state(self) -> dict[str, Any]:
-        return {"matrices": self.matrices.detach().cpu(), "buffer": self.optimizer.buffer.cpu()}
+    def state(self) -> dict[str, Tensor]:
+        """What `load` needs to go on."""
+        return {
+            "rotations": self.matrices.detach().cpu(),
+            "rotations_momentum": self.optimizer.buffer.cpu(),
+        }
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.matrices.copy_(state["matrices"])
-        self.optimizer.buffer.copy_(state["buffer"])
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a `state`."""
+        self.matrices.copy_(state["rotations"])
+        self.optimizer.buffer.copy_(state["rotations_momentum"])

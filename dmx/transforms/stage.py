@@ -44,8 +44,7 @@ class Transform:
     residual_block: int | None = None
     """hadamard_full: channels that are mixed with each other; None = all."""
     rotations: Mapping[str, Tensor] = field(default_factory=dict)
-    """learned: input of layers (`fused_group`) -> (32, 32) float32 for all of its blocks, or
-    (in_features / 32, 32, 32)."""
+    """learned: input of layers (`fused_group`) -> (32, 32) float32 for all of its blocks."""
 
     def rotation(self, layer: str) -> Tensor:
         """Matrix of the input of a layer."""
@@ -80,7 +79,7 @@ class Transform:
         if name != "learned":
             return cls(name, residual_block=size)
         rotations = read_rotations(assignment.content("transform"), "the assignment's transform")
-        check_rotations(rotations, {k: assignment.shapes[k] for k in assignment.quantized})
+        check_rotations(rotations, assignment.quantized)
         return cls(name, rotations=rotations)
 
     def attach(self, assignment: Assignment, model: nn.Module) -> Assignment:
@@ -201,31 +200,24 @@ def read_rotations(content: bytes, source: str) -> dict[str, Tensor]:
         raise refuse(f"no safetensors file ({error})") from error
     eye = torch.eye(BLOCK_SIZE)
     for name, matrix in rotations.items():
-        shape = tuple(matrix.shape)
-        if matrix.dtype != torch.float32 or shape[-2:] != eye.shape or matrix.ndim not in (2, 3):
-            raise refuse(f"{name} is {matrix.dtype} {shape}, expected float32 (..., 32, 32)")
+        if matrix.dtype != torch.float32 or matrix.shape != eye.shape:
+            found = f"{matrix.dtype} {tuple(matrix.shape)}"
+            raise refuse(
+                f"{name} is {found}, expected one rotation for all blocks, float32 (32, 32)"
+            )
         if not (matrix.mT @ matrix - eye).abs().max() <= ORTHOGONAL_TO:
             raise refuse(f"{name} is not orthogonal")
     return rotations
 
 
-def check_rotations(rotations: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]) -> None:
-    """Raise AssignmentError unless there is a rotation for the input of every layer, and no other.
-
-    Args:
-        shapes: quantized layer -> (out_features, in_features).
-    """
-    way_out = "Use the file of this very model and these layers, or learn another one."
-    expected = {fused_group(layer): shape[1] // BLOCK_SIZE for layer, shape in shapes.items()}
-    if differing := sorted(set(expected) ^ set(rotations)):
+def check_rotations(rotations: Mapping[str, Tensor], layers: Iterable[str]) -> None:
+    """Raise AssignmentError unless there is a rotation for the input of every quantized layer, and no
+    other."""
+    expected = {fused_group(layer) for layer in layers}
+    if differing := sorted(expected ^ set(rotations)):
         held = "lacks" if differing[0] in expected else "holds"
         raise AssignmentError(
             f"the transform is for other layers: it {held} {differing[0]} "
-            f"({len(differing)} inputs differ). {way_out}"
+            f"({len(differing)} inputs differ). Use the file of this very model and these layers, or "
+            "learn another one."
         )
-    for name, matrix in rotations.items():
-        if matrix.ndim == 3 and len(matrix) != expected[name]:
-            raise AssignmentError(
-                f"the transform is for another model: {name} has {len(matrix)} blocks there and "
-                f"{expected[name]} here. {way_out}"
-            )

@@ -27,9 +27,12 @@ _FINEST = ("transform", "weights")
 """Of these fields, tables that differ in nothing else stand beside each other."""
 _SHARED = ("family", "weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
 """Settings that heuristics have too; the others, but for the polish, belong to dMX alone."""
+DESCENT = "descent."
+"""What names of a descent's settings are shown without: nothing else has such names."""
 _NEVER = (
-    "name", "seed", "units", "choices", "transform", "transform_file", "scale_rule", "allow_unsearched",
-    "cuda_graph", "gradient_checkpointing", "evaluate_every", "checkpoint_every",
+    "name", "seed", "units", "choices", "transform", "rotation.file", "scale_rule", "allow_unsearched",
+    "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
+    "descent.checkpoint_every",
 )  # fmt: skip
 """Settings that the method's own fields tell, or that change no result."""
 
@@ -137,7 +140,8 @@ def variant(
             or (key == "residual_block" and method.transform != "hadamard_full")
         )
         if is_read and not is_idle and key not in _NEVER and value != base.get(key):
-            named.append(f"{key}={value:g}" if type(value) is float else f"{key}={value}")
+            name = key.removeprefix(DESCENT)
+            named.append(f"{name}={value:g}" if type(value) is float else f"{name}={value}")
     return " ".join(named)
 
 

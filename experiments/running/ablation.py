@@ -6,14 +6,17 @@ from rich.table import Table
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError
 from dmx.files import write_json
-from dmx.searching import SearchConfig, search_space
+from dmx.searching import search_space
 from dmx.searching.ablation import unit_ablation
+from dmx.searching.config import SearchSettings
 from dmx.transforms.stage import Transform, transformed
 
 from .bench import Bench
 
 
-def print_ablation(bench: Bench, search: SearchConfig, assignment: Assignment, source: str) -> None:
+def print_ablation(
+    bench: Bench, search: SearchSettings, assignment: Assignment, source: str
+) -> None:
     """Measure and show.
 
     Args:
@@ -31,7 +34,7 @@ def print_ablation(bench: Bench, search: SearchConfig, assignment: Assignment, s
         raise AssignmentError(
             f"ablate={source}: {error} does not fit search.family={search.family} "
             f"({', '.join(names)}) with search.units={search.units} and "
-            f"search.operands={search.operands}. Set them as they were when it was searched."
+            f"search.choices={search.choices}. Set them as they were when it was searched."
         ) from error
     batches = bench.batches(0)[: search.score_batches]
     with transformed(bench.model, Transform.of(assignment), assignment.quantized):

@@ -160,7 +160,7 @@ class Bench:
             cuda = self.run.device.type == "cuda"
             if cuda:
                 torch.cuda.reset_peak_memory_stats(self.run.device)
-            leaves_files = config.name == "differentiable" or config.polish_rounds > 0
+            leaves_files = config.name == "differentiable" or config.polish.rounds > 0
             result = search(
                 self.model, self.batches(config.seed), budget, config,
                 folder=self.run.path(folder) if leaves_files else None,

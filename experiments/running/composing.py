@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from dmx.formats import check_choice
+from dmx.searching.config import DescentConfig
 
 from .settings import CONFIGS, ConfigError
 
@@ -26,6 +27,13 @@ _OWN_NAMES = {
 RENAMED = {
     "evaluation.operands": "evaluation.quantized",
     "rounding": "weights",
+    "search.operands": "search.choices",
+    "search.polish_rounds": "search.polish.rounds",
+    "search.polish_batches": "search.polish.batches",
+    "search.transform_file": "search.rotation.file",
+    "search.rotation_lr": "search.rotation.lr",
+    "search.rotation_momentum": "search.rotation.momentum",
+    **{f"search.{f.name}": f"search.descent.{f.name}" for f in dataclasses.fields(DescentConfig)},
 }
 """Settings of earlier versions -> what they are called now."""
 

@@ -167,7 +167,7 @@ class Pace:
         self.stages = expected_stages(plan, sizes_of(bench, plan))
         self.unknown = [
             name for name, asked in (
-                ("the polish", plan.search.polish_rounds > 0),
+                ("the polish", plan.search.polish.rounds > 0),
                 ("rounding the weights", plan.weights == "gptq"),
                 ("learning the weights", plan.weights == "learned"),
             ) if asked

@@ -1,6 +1,5 @@
 """Which rows a search and a comparison measure, in what order, and with which settings."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from dmx.assignment.budget import Budget
 from dmx.formats import MX_FORMATS, BitUnit, BlockFormat, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
-from dmx.searching.config import SEARCHES
+from dmx.searching.config import SCANS, SEARCHES, PolishConfig, RotationConfig, SearchSettings
 
 from ..reporting.record import HEURISTICS
 from .bench import Bench, check_windows
@@ -60,8 +59,8 @@ class Comparison:
     """Searches x budgets x seeds, with one set of settings."""
 
     searches: tuple[Asked, ...]
-    settings: SearchConfig
-    """Of every search; its name and polish are taken from `searches`."""
+    settings: SearchSettings
+    """Of every search, each taking what it uses; its name and polish are taken from `searches`."""
     budgets: Sequence[float]
     unit: BitUnit
     seeds: int
@@ -84,11 +83,18 @@ class Comparison:
             if calibration_batches is not None:
                 settings.check_batches(calibration_batches)
         polished = [asked.text for asked in self.searches if asked.polish]
-        if bool(polished) != bool(self.settings.polish_rounds):
+        if bool(polished) != bool(self.settings.polish.rounds):
             raise ConfigError(
-                f"search.polish_rounds={self.settings.polish_rounds}, and searches to polish: "
+                f"search.polish.rounds={self.settings.polish.rounds}, and searches to polish: "
                 f"{', '.join(polished) or 'none'}. Here a search is polished if its name says so: "
-                "searches=[kl_per_bit,differentiable+polish] search.polish_rounds=12"
+                "searches=[kl_per_bit,differentiable+polish] search.polish.rounds=12"
+            )
+        unused = self.settings.unused(asked.search for asked in self.searches)
+        if needs_all and unused:
+            texts = ",".join(asked.text for asked in self.searches)
+            raise ConfigError(
+                f"{unused[0]}: none of searches=[{texts}] uses it. Leave it out, or add a search that "
+                "does."
             )
 
     def check_shapes(
@@ -107,7 +113,7 @@ class Comparison:
     @property
     def learner(self) -> Asked | None:
         """The first search that learns rotations: those that cannot take its."""
-        if self.settings.transform != "learned" or self.settings.transform_file is not None:
+        if self.settings.transform != "learned" or self.settings.rotation.file is not None:
             return None
         return next((asked for asked in self.searches if asked.learns), None)
 
@@ -117,22 +123,19 @@ class Comparison:
         Args:
             learned: path of the rotations of `learner`, for the searches that learn none.
         """
-        file = self.settings.transform_file
-        return dataclasses.replace(
-            self.settings,
-            name=asked.search,
+        takes = learned is not None and not asked.learns
+        return self.settings.for_search(
+            asked.search,
             seed=seed,
-            polish_rounds=self.settings.polish_rounds if asked.polish else 0,
-            transform_file=file if asked.learns else file or learned,
+            polish=self.settings.polish if asked.polish else PolishConfig(),
+            rotation=RotationConfig(file=learned) if takes else self.settings.rotation,
         )
 
     def measure(self, bench: Bench, baselines: Sequence[str]) -> None:
         """The rows of all, bf16 and uniform formats first where asked."""
-        uniform = self.settings
-        if uniform.learns_rotation:  # by each search anew; uniform rows have what they start from
-            uniform = dataclasses.replace(uniform, transform="hadamard_block")
         if "bf16" in baselines:
             bench.unquantized()
+        uniform = uniform_settings(self.settings)
         for block_format in uniform_formats(baselines):
             bench.uniform(block_format, uniform)
         # The search that learns rotations first: at each budget and seed the others take its.
@@ -155,7 +158,8 @@ class Comparison:
 class SearchPlan:
     """One search and what stands beside it."""
 
-    search: SearchConfig
+    search: SearchSettings
+    """Of the search; `score_batches` also of the baselines that scan."""
     budget: Budget
     baselines: Sequence[str]
     """bf16, uniform (every MX format) or names of MX formats, heuristics."""
@@ -175,22 +179,49 @@ class SearchPlan:
         """Heuristics beside the search."""
         return [n for n in HEURISTICS if n in self.baselines and n != self.search.name]
 
+    def check(self, calibration_batches: int | None) -> None:
+        """Refuse what the search does not use, and what does not go together; raises the errors of these
+        settings."""
+        scans = set(SCANS) & set(self.opponents)
+        self.search.check_used(also=["score_batches"] if scans else [])
+        asked = [self.search.for_search(self.search.name)]
+        asked += [self.opponent(name, "") for name in self.opponents]
+        for settings in asked:
+            if calibration_batches is not None:
+                settings.check_batches(calibration_batches)
+
+    def opponent(self, name: str, learned: str | None) -> SearchConfig:
+        """What another search, `uniform` too, is asked to do beside this one: the same, unpolished.
+
+        Args:
+            learned: path of the rotations that this one learned.
+        """
+        learns = self.search.learns_rotation
+        rotation = RotationConfig(file=learned) if learns else self.search.rotation
+        return self.search.for_search(name, polish=PolishConfig(), rotation=rotation)
+
     def measure(self, bench: Bench) -> None:
         """The rows; the search is the last one, unless the others have the rotations that it learns."""
         if "bf16" in self.baselines:
             bench.unquantized()
-        shared = self.search
-        if self.search.learns_rotation:
-            bench.searched(self.search, self.budget, name="assignment")
-            learned = bench.run.path("transform.safetensors")
-            shared = dataclasses.replace(self.search, transform_file=str(learned))
+        own, learned = self.search.for_search(self.search.name), None
+        if own.learns_rotation:
+            bench.searched(own, self.budget, name="assignment")
+            learned = str(bench.run.path("transform.safetensors"))
         for block_format in uniform_formats(self.baselines):
-            bench.uniform(block_format, shared)
+            bench.uniform(block_format, self.opponent("uniform", learned))
         for name in self.opponents:
-            opponent = dataclasses.replace(shared, name=name, polish_rounds=0)
-            bench.searched(opponent, self.budget, name=name)
-        if not self.search.learns_rotation:
-            bench.searched(self.search, self.budget, name="assignment")
+            bench.searched(self.opponent(name, learned), self.budget, name=name)
+        if not own.learns_rotation:
+            bench.searched(own, self.budget, name="assignment")
+
+
+def uniform_settings(settings: SearchSettings) -> SearchConfig:
+    """Of uniform rows. Where each search learns rotations anew, they have what these start from."""
+    if settings.transform == "learned" and settings.rotation.file is None:
+        start = {"transform": "hadamard_block", "rotation": RotationConfig()}
+        return settings.for_search("uniform", **start)
+    return settings.for_search("uniform")
 
 
 def uniform_formats(baselines: Sequence[str]) -> list[BlockFormat]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import dmx
 from dmx.assignment.budget import Budget
 from dmx.searching import SearchConfig, search_space
+from dmx.searching.config import DescentConfig
 from dmx.searching.differentiable import DifferentiableSearch
 from scripts.benchmarks.machine import clear, peak_mib, say, wait
 from scripts.benchmarks.report import describe
@@ -81,7 +82,9 @@ def run_search(
 ) -> dict[str, Any]:
     """A gradient search; median seconds of a step, seconds of all, peak memory."""
     clear(device)
-    config = SearchConfig(units="layer", **settings)
+    own = {k: v for k, v in settings.items() if k in ("steps", "objective")}
+    descent = DescentConfig(**{k: v for k, v in settings.items() if k not in own})
+    config = SearchConfig(units="layer", **own, descent=descent)
     space = search_space(model, config)
     search = TimedSearch(model, batches, space, Budget(5.0), config, folder=None, fingerprint="")
     started = time.perf_counter()

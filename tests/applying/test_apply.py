@@ -17,7 +17,7 @@ from dmx.errors import AssignmentError, DataError, ModelError
 from dmx.formats import FAMILIES, get_family
 from dmx.models.swap import replace_layers
 from dmx.numerics import fake_quant
-from dmx.searching.offsets import FixedLinear, SearchLinear, searching_model
+from dmx.searching.bank import FixedLinear, SearchLinear, searching_model
 
 TOKENS = torch.arange(2 * 40).reshape(2, 40) % 288
 

@@ -29,7 +29,7 @@ def test_the_order_is_a_function_of_the_step_alone(start):
 
 
 def test_a_generator_is_listed_once(tiny_random):
-    config = dmx.SearchConfig(steps=5, evaluate_every=5)
+    config = dmx.SearchConfig(steps=5)
     result = dmx.search(tiny_random.model, (GOOD for _ in range(2)), dmx.Budget(5.0), config)
     assert len(result.history) == 5
     assert len(list_batches((GOOD for _ in range(3)), tiny_random.model)) == 3

@@ -21,14 +21,14 @@ from experiments.reporting.agreement import agreement, raised_by_projection
 TINY = [
     "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
     "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.steps=4", "search.units=layer",
+    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
 ]  # fmt: skip
 
 
 def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of, tmp_path):
     searches = ["uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable"]
     arguments = [
-        *TINY, "budgets=[4.5,5.0]", f"searches=[{','.join(searches)}]", "seeds=2",
+        *TINY, "search.steps=4", "budgets=[4.5,5.0]", f"searches=[{','.join(searches)}]", "seeds=2",
         f"run.folder={tmp_path}/run",
     ]  # fmt: skip
     code, _out, err = run(compare, *arguments)
@@ -67,7 +67,7 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
     assert net.safety["fallback_rate"] >= 0
     assert (tmp_path / "run" / "kl-5-seed0" / "assignment.safety.json").exists()
     code, _out, err = run(
-        evaluate, *TINY[:-2], f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
+        evaluate, *TINY[:-1], f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
         "safety=calibrated", f"run.folder={tmp_path}/again",
     )  # fmt: skip
     assert code == 0, err
@@ -77,7 +77,14 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
 
 def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     searches = "searches=[kl,kl+polish,differentiable,differentiable+polish]"
-    arguments = [*TINY, "budgets=[4.7]", "baselines=[]", searches, "search.polish_rounds=2"]
+    arguments = [
+        *TINY,
+        "budgets=[4.7]",
+        "baselines=[]",
+        "search.steps=4",
+        searches,
+        "search.polish.rounds=2",
+    ]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
     rows = record_of(tmp_path / "run").rows
@@ -91,25 +98,28 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
         log = [json.loads(line) for line in (folder / "polish.jsonl").read_text().splitlines()]
         assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search.kl
     code, _out, err = run(
-        evaluate, *TINY[:-2], f"assignments=[{folder}/assignment.json]",
+        evaluate, *TINY[:-1], f"assignments=[{folder}/assignment.json]",
         f"run.folder={tmp_path}/again",
     )  # fmt: skip
     assert code == 0, err
     assert record_of(tmp_path / "again").rows[0].label == "dMX + polish"
-    for options in (["searches=[kl]", "search.polish_rounds=2"], ["searches=[kl+polish]"]):
+    for options in (["searches=[kl]", "search.polish.rounds=2"], ["searches=[kl+polish]"]):
         code, _out, err = run(compare, *TINY, *options, f"run.folder={tmp_path}/bad")
         assert code and "polished if its name says so" in err
-    bad = ["searches=[uniform+polish]", "search.polish_rounds=2"]
+    bad = ["searches=[kl]", "search.steps=3"]
     code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
-    assert code and "a polished uniform choice is not uniform" in err
+    assert code and "search.steps=3: none of searches=[kl] uses it" in err
+    bad = ["searches=[uniform+polish]", "search.polish.rounds=2"]
+    code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
+    assert code and "search.polish.rounds=2 is not for search.name=uniform" in err
 
 
 def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     """Searched, measured again from the files, ablated, and joined with the joint rows."""
     for operands in ("joint", "separate"):
         code, _out, err = run(
-            compare, *TINY, "budgets=[5.0]", "searches=[random,differentiable]", "baselines=[]",
-            f"search.operands={operands}", f"run.folder={tmp_path}/runs/{operands}",
+            compare, *TINY, "budgets=[5.0]", "searches=[random,differentiable]", "search.steps=4", "baselines=[]",
+            f"search.choices={operands}", f"run.folder={tmp_path}/runs/{operands}",
         )  # fmt: skip
         assert code == 0, err
     rows = record_of(tmp_path / "runs/separate").rows
@@ -119,34 +129,34 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     path = tmp_path / "runs/separate" / rows[0].assignment
     assert Assignment.load(path).unequal
     code, _out, err = run(
-        evaluate, *TINY[:-2], f"assignments=[{path}]", f"run.folder={tmp_path}/again"
+        evaluate, *TINY[:-1], f"assignments=[{path}]", f"run.folder={tmp_path}/again"
     )
     assert code == 0, err
     (again,) = record_of(tmp_path / "again").rows
     assert (again.nll, again.method) == (rows[0].nll, rows[0].method)
     code, _out, err = run(
-        compare, *TINY, f"ablate={path}", "search.operands=separate", f"run.folder={tmp_path}/b"
+        compare, *TINY, f"ablate={path}", "search.choices=separate", f"run.folder={tmp_path}/b"
     )
     assert code == 0, err
     written = json.loads((tmp_path / "b" / "ablation.json").read_text())
     assert len(written) == 2 * len(Assignment.load(path).formats)
     code, _out, err = run(compare, *TINY, f"ablate={path}", f"run.folder={tmp_path}/c")
-    assert code and "search.operands=joint. Set them as they were" in err
+    assert code and "search.choices=joint. Set them as they were" in err
     code, _out, err = run(compare, f"collect={tmp_path}/runs", f"run.folder={tmp_path}/joined")
     assert code == 0, err
     joined = record_of(tmp_path / "joined").rows
     assert [r.method.choices for r in joined] == ["joint"] * 2 + ["separate"] * 2
     assert "<h3>Separate choices</h3>" in (tmp_path / "joined" / "report.html").read_text()
-    bad = ["searches=[weight_mse]", "search.operands=separate"]
+    bad = ["searches=[weight_mse]", "search.choices=separate"]
     code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
-    assert code and "search.operands=separate with search.name=weight_mse" in err
+    assert code and "search.choices=separate with search.name=weight_mse" in err
 
 
 def test_records_of_different_models_are_not_joined(run, tmp_path):
     for name, model in (("a", "tiny_random"), ("b", "tiny_random")):
         extra = ["model.tiny.seed=7", "model.tiny.hidden_size=96"] if name == "b" else []
         code, _out, err = run(
-            evaluate, *TINY[:-2], f"model={model}", *extra, "assignments=[bf16]",
+            evaluate, *TINY[:-1], f"model={model}", *extra, "assignments=[bf16]",
             f"run.folder={tmp_path}/runs/{name}",
         )  # fmt: skip
         assert code == 0, err

@@ -37,7 +37,7 @@ METRICS = (
     "element_bits", "bits_per_element", "whole_model_bits_per_element", "perplexity", "nll",
     "search_seconds", "eval_seconds", "zero_shot",
 )  # fmt: skip
-SEARCH = [*TINY, "search.steps=6", "search.evaluate_every=3", "baselines=[bf16,kl]"]
+SEARCH = [*TINY, "search.steps=6", "search.descent.evaluate_every=3", "baselines=[bf16,kl]"]
 
 
 def read_json(path):
@@ -250,7 +250,7 @@ def test_more_batches_than_calibration_gives_are_refused_before_anything_is_meas
     folder = tmp_path / "run"
     few = "calibration.batches=2"
     for command, asked, name in (
-        (search, ["search.polish_rounds=1", "search.polish_batches=9"], "polish_batches=9"),
+        (search, ["search.polish.rounds=1", "search.polish.batches=9"], "polish.batches=9"),
         (search, ["search.name=fisher", "search.score_batches=3"], "score_batches=3"),
         (compare, ["searches=[kl]", "search.score_batches=3"], "score_batches=3"),
     ):
@@ -451,8 +451,8 @@ def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code,
 def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
     steps = 200  # enough to be still at it when the signal comes, also on a busy machine
     arguments = [
-        *TINY, f"search.steps={steps}", "search.raw_start=1.0", "search.evaluate_every=7",
-        "search.checkpoint_every=3", "calibration.batch_size=16", "calibration.window=64",
+        *TINY, f"search.steps={steps}", "search.descent.raw_start=1.0", "search.descent.evaluate_every=7",
+        "search.descent.checkpoint_every=3", "calibration.batch_size=16", "calibration.window=64",
         "baselines=[bf16]", "budget=bits_4p5",
     ]  # fmt: skip
     whole, died = tmp_path / "whole", tmp_path / "died"

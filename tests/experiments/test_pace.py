@@ -78,7 +78,7 @@ def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(run, tm
 
 def test_stages_of_unknown_work_are_named(run, tmp_path):
     code, _, err = run(
-        search, *TINY, "baselines=[]", "pace=true", "search=polished", "search.polish_rounds=1",
+        search, *TINY, "baselines=[]", "pace=true", "search=polished", "search.polish.rounds=1",
         f"run.folder={tmp_path}/out",
     )  # fmt: skip
     assert code == 0, err

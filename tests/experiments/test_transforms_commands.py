@@ -16,9 +16,10 @@ import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
 from dmx.formats import get_block_format
-from dmx.searching import SearchConfig, uniform_assignment
+from dmx.searching import uniform_assignment
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
+from tests.settings import search_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(2 * 48).reshape(2, 48) * 7 % 256
@@ -34,7 +35,7 @@ def results(folder):
 
 
 def uniform(model, name, block_format="mxfp4"):
-    config = SearchConfig(name="uniform", transform=name)
+    config = search_config(name="uniform", transform=name)
     return uniform_assignment(model, get_block_format(block_format), config)
 
 
@@ -174,7 +175,7 @@ def test_what_rotates_at_run_time_is_exported_to_this_project_alone(make_tiny, t
 
 def test_the_target_assignment_takes_the_file_along(make_tiny, tmp_path):
     model = make_tiny("llama").model
-    config = SearchConfig(steps=2, transform="learned", rotation="per_block")
+    config = search_config(steps=2, transform="learned")
     found = dmx.search(model, [TOKENS], dmx.Budget(5.0), config).assignment
     dmx.export(model, found, tmp_path / "out", target="assignment")
     again = Assignment.load(tmp_path / "out" / "assignment.json")
@@ -186,13 +187,15 @@ def test_the_target_assignment_takes_the_file_along(make_tiny, tmp_path):
 
 SCRIPT = """
 import sys, torch, dmx
+from dmx.searching.config import DescentConfig, RotationConfig
 from dmx.models import ModelConfig, TinyConfig, load_model
 torch.set_num_threads(1)
 model = load_model(ModelConfig(id="tiny", dtype="float32", tiny=TinyConfig())).model
 generator = torch.Generator().manual_seed(0)
 batches = [torch.randint(0, 288, (4, 32), generator=generator) for _ in range(3)]
 config = dmx.SearchConfig(
-    steps=6, raw_start=1.0, transform="learned", objective="kl", rotation_lr=3.0
+    steps=6, transform="learned", objective="kl", descent=DescentConfig(raw_start=1.0),
+    rotation=RotationConfig(lr=3.0),
 )
 found = dmx.search(model, batches, dmx.Budget(5.0), config)
 import os
@@ -228,16 +231,15 @@ def test_two_processes_learn_the_rotations_of_one(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rotation", ["shared", "per_block"])
-def test_a_cuda_graph_learns_what_single_kernels_do(make_tiny, rotation):
+def test_a_cuda_graph_learns_what_single_kernels_do(make_tiny):
     model = make_tiny("llama", train_steps=100, dtype="bfloat16").model.cuda()
     settings = {
         "steps": 12, "raw_start": 1.0, "objective": "kl", "transform": "learned", "lr": 3.0,
-        "momentum": 0.9, "rotation": rotation, "evaluate_every": 11,
+        "momentum": 0.9, "evaluate_every": 11,
     }  # fmt: skip
     batches = [TOKENS.repeat(2, 2), TOKENS.flip(1).repeat(2, 2)]
     found = [
-        dmx.search(model, batches, dmx.Budget(5.0), SearchConfig(**settings, cuda_graph=graph))
+        dmx.search(model, batches, dmx.Budget(5.0), search_config(**settings, cuda_graph=graph))
         for graph in ("on", "off")
     ]
     assert [f.cuda_graph for f in found] == ["on", "off"]

@@ -218,7 +218,7 @@ EXPORTS = {
     st.sampled_from(["joint", "separate"]),
 )
 def test_what_a_search_target_yields_its_export_takes(
-    target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, operands
+    target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, choices
 ):
     try:
         config = SearchConfig(
@@ -229,7 +229,7 @@ def test_what_a_search_target_yields_its_export_takes(
             exclude=exclude,
             fixed=fixed,
             include_lm_head=include_lm_head,
-            operands=operands,
+            choices=choices,
         )
         space = search_space(META[tied], config)
         draw = np.random.default_rng(seed)
@@ -239,7 +239,7 @@ def test_what_a_search_target_yields_its_export_takes(
         return  # refused before a search: as it should be
     assignment = make_assignment(space, choice, META[tied])
     layout, profile = EXPORTS[target]
-    inputs = operands == "separate"
+    inputs = choices == "separate"
     check_holds(assignment, layout, profile, inputs=inputs)
     try:
         make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)

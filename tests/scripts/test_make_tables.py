@@ -47,15 +47,15 @@ TEST, VALIDATION = "wikitext2/test", "wikitext2/validation"
 
 EXACT = {
     "objective": "kl",
-    "penalty": "exact",
-    "gradient_scale": "elements",
-    "lr": 3.0,
-    "momentum": 0.9,
-    "lr_schedule": "cosine",
-    "start": "constant",
+    "descent.penalty": "exact",
+    "descent.gradient_scale": "elements",
+    "descent.lr": 3.0,
+    "descent.momentum": 0.9,
+    "descent.lr_schedule": "cosine",
+    "descent.start": "constant",
 }
-PRESETS = Presets(exact=EXACT, polished={"polish_rounds": 12}, learned={"steps": 400})
-SETTINGS = {"family": "mxfp6_mxfp4", "score_batches": 8, "steps": 200, "polish_rounds": 0, **EXACT}
+PRESETS = Presets(exact=EXACT, polished={"polish.rounds": 12}, learned={"steps": 400})
+SETTINGS = {"family": "mxfp6_mxfp4", "score_batches": 8, "steps": 200, "polish.rounds": 0, **EXACT}
 
 
 @pytest.fixture
@@ -152,19 +152,21 @@ def test_methods_are_named_by_what_differs_from_the_presets():
     rotates = method(transform="learned")
     content = page(
         compared(row(KL_PER_BIT, 3.3), row(DMX, 3.2), on=VALIDATION),
-        compared(row(KL_PER_BIT, 3.3, seed=1), row(DMX, 3.1), on=VALIDATION, settings={"lr": 1.0}),
+        compared(
+            row(KL_PER_BIT, 3.3, seed=1), row(DMX, 3.1), on=VALIDATION, settings={"descent.lr": 1.0}
+        ),
         compared(row(rotates, 3.0), on=VALIDATION, settings={"steps": 200}),
         compared(
             row(method(polish=True), 3.0),
             on=VALIDATION,
-            settings={"polish_rounds": 8, "seed": 7, "cuda_graph": "on"},
+            settings={"polish.rounds": 8, "seed": 7, "descent.cuda_graph": "on"},
         ),
         name="quality_ablation.md",
     )
     assert "| plain | kl_per_bit | ≤ 5 | 2 |" in content  # lr is nothing to a heuristic
     assert "| plain | dMX | ≤ 5 | 1 |" in content and "| plain | dMX lr=1 | ≤ 5 | 1 |" in content
     assert "| learned rotation | dMX steps=200 | ≤ 5 | 1 | 20.09 | no heuristic |" in content
-    assert "| plain | dMX + polish polish_rounds=8 | ≤ 5 | 1 |" in content
+    assert "| plain | dMX + polish polish.rounds=8 | ≤ 5 | 1 |" in content
     validation = compared(row(DMX, 3.2), on=VALIDATION)
     assert "No records of a test text yet." in page(validation)
 

@@ -15,7 +15,8 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import is_maximal
 from dmx.assignment.space import SearchSpace
 from dmx.formats import FAMILIES, get_family
-from dmx.searching import SearchConfig, search_space
+from dmx.searching import search_space
+from tests.settings import search_config
 
 TOKENS, WIDTH = 32, 64
 
@@ -91,11 +92,11 @@ def test_no_assignment_has_a_loss_that_is_one_percent_lower(operands, family, sh
     # 0.01 more than raises of whole layers take: no choice hangs on the rounding of an average.
     limit = 4 + share * (formats[-1].element_bits - 4) + 0.01
     configs = [
-        SearchConfig(name="fisher", family=family, operands=operands),
+        search_config(name="fisher", family=family, choices=operands),
         # Steps small and many enough for the offsets to settle (at lr 3 some searches of three stops
         # end 20 % above the best), and the objective that the choices are judged by.
-        SearchConfig(
-            name="differentiable", family=family, operands=operands, objective="kl", raw_start=1.0, lr=0.3,
+        search_config(
+            name="differentiable", family=family, choices=operands, objective="kl", raw_start=1.0, lr=0.3,
             momentum=0.9, lr_schedule="cosine", steps=1000, evaluate_every=1000,
         ),
     ]  # fmt: skip

@@ -9,11 +9,13 @@ import torch
 from dmx.assignment.budget import Budget
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.models.running import model_logits
-from dmx.searching import SearchConfig, disturbances, search_space
+from dmx.searching import disturbances, search_space
+from dmx.searching.bank import searching_model
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.disturbances import split_evenly
-from dmx.searching.heuristics import Scan
-from dmx.searching.offsets import anneal, searching_model
+from dmx.searching.offsets import anneal
+from dmx.searching.scan import Scan
+from tests.settings import search_config
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def test_a_scan_with_reused_prefixes_gives_the_scores_of_the_naive_one(
     units, dtype, make_tiny, tiny, monkeypatch
 ):
     model, batches = make_tiny("llama", dtype=dtype, layers=3).model.eval(), tiny[1]
-    config = SearchConfig(name="kl", units=units, family="mxfp8_mxfp6_mxfp4")
+    config = search_config(name="kl", units=units, family="mxfp8_mxfp6_mxfp4")
     monkeypatch.setitem(disturbances.STACKED_LOGITS, "cpu", 3 * 2 * 48 * 288)  # three at once
     assert prefix_replay_is_exact(model, batches[0][:1])
     reused = kl_scores(model, batches, config)
@@ -79,7 +81,7 @@ def test_disturbances_are_shared_out_evenly():
 
 def gradient_of(model, batches, *, checkpointing):
     """Gradient of the raw offsets, and how often each block ran."""
-    config = SearchConfig(raw_start=1.0, steps=1, gradient_checkpointing=checkpointing)
+    config = search_config(raw_start=1.0, steps=1, gradient_checkpointing=checkpointing)
     calls = [0] * len(model.model.layers)
     handles = []
     for i, block in enumerate(model.model.layers):
@@ -114,7 +116,7 @@ def test_checkpointed_blocks_run_twice_and_the_gradient_is_the_same(dtype, make_
 def test_a_step_saves_no_more_than_the_plain_model(tiny):
     """No derivative tensors: a searched layer keeps its input, its weight and eight numbers."""
     model, batches = tiny
-    config = SearchConfig()
+    config = search_config()
     space = search_space(model, config)
 
     def saved_bytes(run):
@@ -160,7 +162,7 @@ def test_a_step_saves_no_more_than_the_plain_model(tiny):
 def test_a_step_waits_for_the_device_once(options, tiny, monkeypatch):
     """One transfer to the host a step, beside the model's own and between measurements."""
     model, batches = tiny
-    config = SearchConfig(steps=5, raw_start=1.0, **options)
+    config = search_config(steps=5, raw_start=1.0, **options)
     space = search_space(model, config)
     search = DifferentiableSearch(
         model, batches, space, Budget(5.0), config, folder=None, fingerprint=""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import dmx
@@ -20,9 +21,10 @@ from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
 from dmx.models.running import is_purely_causal
-from dmx.searching import SearchConfig, search_space, uniform_assignment
+from dmx.searching import search_space, uniform_assignment
 from dmx.searching.differentiable import STATE_FILE
 from dmx.searching.result import SearchResult
+from tests.settings import search_config
 
 
 def text_batches(tokenizer, n=6, rows=4, window=64):
@@ -64,9 +66,9 @@ STEADY = {
 
 def test_it_beats_the_uniform_format_of_the_same_budget(tiny_trained):
     model, tokens = tiny_trained.model, held_out(tiny_trained.tokenizer)
-    budget, config = Budget(5.0), SearchConfig(**STEADY | {"steps": 120})
+    budget, config = Budget(5.0), search_config(**STEADY | {"steps": 120})
     learned = dmx.search(model, text_batches(tiny_trained.tokenizer), budget, config)
-    uniform = dmx.search(model, [tokens[None, :64]], budget, SearchConfig(name="uniform"))
+    uniform = dmx.search(model, [tokens[None, :64]], budget, search_config(name="uniform"))
     full = dmx.perplexity(model, tokens, window=64, batch_size=32)
     low, found = (perplexity(model, r.assignment, tokens) for r in (uniform, learned))
     assert set(uniform.assignment.formats.values()) == {"mxfp4"}
@@ -103,7 +105,7 @@ def test_the_best_assignment_of_a_toy_is_found(name, family):
     model, batches = Toy(), [torch.arange(32).reshape(2, 16)]
     formats = get_family(family).formats
     two_raised = 4 + 2 / 6 * (formats[-1].element_bits - 4)
-    config = SearchConfig(name=name, family=family, **STEADY)
+    config = search_config(name=name, family=family, **STEADY)
     found = dmx.search(model, batches, Budget(two_raised), config).assignment
 
     reference, space = copy.deepcopy(model), search_space(model, config)
@@ -127,11 +129,11 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
     for i, (units, weighting, name) in enumerate(
         itertools.product(("fused", "layer"), ("elements", "layers"), ("differentiable", "random"))
     ):
-        config = SearchConfig(
+        config = search_config(
             name=name, family=family, units=units, weighting=weighting, steps=4, raw_start=1.0,
             evaluate_every=4, seed=i, penalty=("hinge", "scaling")[i % 2],
             objective=("kl", "cross_entropy")[i % 2], exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"}, operands=operands,
+            fixed={"*.0.mlp.down_proj": "mxfp8"}, choices=operands,
         )  # fmt: skip
         space = search_space(model, config)
         low, high = space.bounds(unit)
@@ -151,7 +153,7 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
 def test_uniform_assignments_cover_every_format_and_leave_the_head(tiny):
     model, _ = tiny
     for block_format in dmx.formats.MX_FORMATS:
-        assignment = uniform_assignment(model, block_format, SearchConfig())
+        assignment = uniform_assignment(model, block_format, search_config())
         assert set(assignment.formats.values()) == {block_format.name}
         assert assignment.bits["element_bits"] == block_format.element_bits
         assert "lm_head" not in assignment.formats and len(assignment.formats) == 14
@@ -176,7 +178,7 @@ def test_the_model_is_as_it_was_after_a_search_and_after_an_exception(name, chec
     model.model.layers[1].mlp.eval()
     model.model.norm.weight.requires_grad_(False)
     before = state_of(model)
-    config = SearchConfig(name=name, steps=3, gradient_checkpointing=checkpointing)
+    config = search_config(name=name, steps=3, gradient_checkpointing=checkpointing)
     dmx.search(model, batches, Budget(5.0), config)
     assert state_of(model) == before
 
@@ -199,7 +201,7 @@ def test_checkpointing_changes_memory_not_numbers(tiny):
     found = [
         dmx.search(
             model, batches, Budget(5.0),
-            SearchConfig(steps=4, raw_start=1.0, gradient_checkpointing=on),
+            search_config(steps=4, raw_start=1.0, gradient_checkpointing=on),
         ).history
         for on in (False, True)
     ]  # fmt: skip
@@ -208,7 +210,7 @@ def test_checkpointing_changes_memory_not_numbers(tiny):
 
 def test_a_second_search_gives_the_same_numbers(tiny):
     model, batches = tiny
-    config = SearchConfig(steps=12, raw_start=1.0, evaluate_every=6)
+    config = search_config(steps=12, raw_start=1.0, evaluate_every=6)
     a, b = (dmx.search(model, batches, Budget(5.0), config) for _ in range(2))
     assert numbers(a.history) == numbers(b.history) and a.assignment == b.assignment
 
@@ -216,7 +218,7 @@ def test_a_second_search_gives_the_same_numbers(tiny):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_models_in_training_mode_are_searched(dtype, make_tiny, tiny):
     model = make_tiny("llama", dtype=dtype).model.train()
-    result = dmx.search(model, tiny[1], Budget(5.0), SearchConfig(steps=5, raw_start=1.0))
+    result = dmx.search(model, tiny[1], Budget(5.0), search_config(steps=5, raw_start=1.0))
     assert all(np.isfinite(row["loss"]) for row in result.history)
     assert result.history[0]["grad_norm"] > 0
     assert result.raw_offsets.dtype == np.float32 and model.training
@@ -224,7 +226,7 @@ def test_half_precision_models_in_training_mode_are_searched(dtype, make_tiny, t
 
 def test_the_history_says_what_happened_at_every_step(tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(steps=7, evaluate_every=3, raw_start=1.0)
+    config = search_config(steps=7, evaluate_every=3, raw_start=1.0)
     result = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
     assert isinstance(result, SearchResult) and len(result.units) == 8
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
@@ -247,7 +249,7 @@ def test_the_history_says_what_happened_at_every_step(tiny, tmp_path):
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_searches_shorter_than_their_intervals_run(steps, tiny):
     model, batches = tiny
-    config = SearchConfig(steps=steps, raw_start=1.0, evaluate_every=1000, checkpoint_every=1000)
+    config = search_config(steps=steps, raw_start=1.0, evaluate_every=1000, checkpoint_every=1000)
     history = dmx.search(model, batches, Budget(5.0), config).history
     assert len(history) == steps and history[-1]["temperature"] == 20.0
     assert history[-1]["projected_loss"] is not None
@@ -259,7 +261,7 @@ def test_searches_shorter_than_their_intervals_run(steps, tiny):
 def test_a_search_in_which_nothing_moved_says_so(tiny):
     model, batches = tiny
     with pytest.warns(UserWarning, match=r"no offset moved in 2 steps \(model\.layers\.0.*7 more"):
-        result = dmx.search(model, batches, Budget(6.5), SearchConfig(steps=2, lr=0.0))
+        result = dmx.search(model, batches, Budget(6.5), search_config(steps=2, lr=0.0))
     assert "no offset moved" in result.warnings[-1]
 
 
@@ -269,7 +271,7 @@ def test_gradients_that_are_not_finite_name_the_layer_once(tiny):
         model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = dmx.search(model, batches, Budget(5.0), SearchConfig(steps=3))
+        result = dmx.search(model, batches, Budget(5.0), search_config(steps=3))
     said = [str(w.message) for w in caught if "is not finite" in str(w.message)]
     assert sum("model.layers.1.mlp.down_proj" in text for text in said) == 1
     assert result.history[0]["loss"] is None and result.history[0]["grad_norm"] is None
@@ -301,12 +303,12 @@ def search_and_die(model, batches, config, folder, after):
 @pytest.mark.parametrize("after", [3, 20, 33])
 @pytest.mark.parametrize(
     "options",
-    [{"objective": "cross_entropy"}, {"objective": "kl"}, {"operands": "separate"}],
+    [{"objective": "cross_entropy"}, {"objective": "kl"}, {"choices": "separate"}],
     ids=["cross_entropy", "kl", "separate"],
 )
 def test_a_search_that_died_goes_on_to_the_same_numbers(after, options, tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, **options)
+    config = search_config(steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, **options)
     whole = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "whole")
     search_and_die(model, batches, config, tmp_path / "died", after)
     resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "died")
@@ -319,7 +321,7 @@ def test_a_search_that_died_goes_on_to_the_same_numbers(after, options, tiny, tm
 def test_a_search_that_died_goes_on_on_a_gpu(tiny, tmp_path):
     model, batches = copy.deepcopy(tiny[0]).cuda(), tiny[1]
     # A graph's replays call no hooks.
-    config = SearchConfig(steps=24, evaluate_every=8, checkpoint_every=5, cuda_graph="off")
+    config = search_config(steps=24, evaluate_every=8, checkpoint_every=5, cuda_graph="off")
     search_and_die(model, batches, config, tmp_path, 20)
     resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
     assert [row["step"] for row in resumed.history] == list(range(24))
@@ -328,7 +330,7 @@ def test_a_search_that_died_goes_on_on_a_gpu(tiny, tmp_path):
 
 def test_a_finished_search_is_not_run_again(tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(steps=4, raw_start=1.0)
+    config = search_config(steps=4, raw_start=1.0)
     first = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
     handle = model.register_forward_hook(lambda *_: pytest.fail("a finished search ran the model"))
     again = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
@@ -338,15 +340,15 @@ def test_a_finished_search_is_not_run_again(tiny, tmp_path):
 
 def test_a_state_of_another_search_is_refused(tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(steps=3, checkpoint_every=1)
+    config = search_config(steps=3, checkpoint_every=1)
     dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
-    words = r"holds a search with other settings, data or model\. Choose another folder"
+    words = r"is of a search with other settings, data or model\. Choose another folder"
     for other in (
         (batches[:2], Budget(5.0), config),
         (batches, Budget(5.1), config),
         (batches, Budget(5.25, "bits_per_element"), config),
-        (batches, Budget(5.0), SearchConfig(steps=4)),
-        (batches, Budget(5.0), SearchConfig(steps=3, seed=1)),
+        (batches, Budget(5.0), search_config(steps=4)),
+        (batches, Budget(5.0), search_config(steps=3, seed=1)),
     ):
         with pytest.raises(RunError, match=words):
             dmx.search(model, *other, folder=tmp_path)
@@ -358,17 +360,17 @@ def test_a_state_of_another_search_is_refused(tiny, tmp_path):
 
 def test_a_damaged_state_is_an_error_that_names_the_file(tiny, tmp_path):
     model, batches = tiny
-    config = SearchConfig(steps=3)
+    config = search_config(steps=3)
     dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
     path = tmp_path / STATE_FILE
     whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"nothing of torch"):
+    for damaged in (whole[: len(whole) // 2], b"", b"nothing of the kind"):
         path.write_bytes(damaged)
-        with pytest.raises(RunError, match=r"search_state\.pt is damaged .*Delete it to"):
+        with pytest.raises(RunError, match=r"search_state\.safetensors is damaged .*Delete it to"):
             dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
-    for foreign in ({"step": 3}, torch.zeros(3), [1, 2]):
-        torch.save(foreign, path)
-        with pytest.raises(RunError, match=r"search_state\.pt is damaged"):
+    for foreign in ({"step": torch.zeros(1)}, {}):
+        save_file(foreign, path)
+        with pytest.raises(RunError, match=r"search_state\.safetensors is damaged"):
             dmx.search(model, batches, Budget(5.0), config, folder=tmp_path)
 
 
@@ -378,7 +380,7 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
     model.register_forward_hook(lambda *_: pytest.fail("the search had begun"))
     for folder in (tmp_path / "file" / "run", "/proc/nowhere"):
         with pytest.raises(RunError, match=rf"cannot write {folder}.*may write"):
-            dmx.search(model, batches, Budget(5.0), SearchConfig(), folder=folder)
+            dmx.search(model, batches, Budget(5.0), search_config(), folder=folder)
 
 
 # ---------------------------------------------------------------- refusals
@@ -391,20 +393,20 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"family": "mxfp6_mxfp5"}, r"search\.family='mxfp6_mxfp5' is no.*Did you mean"),
         ({"family": None}, r"search\.family=None is no format family.*Allowed"),
         ({"objective": "mse"}, r"search\.objective='mse'.*cross_entropy, kl"),
-        ({"penalty": "hing"}, r"search\.penalty='hing'.*Did you mean 'hinge'"),
+        ({"penalty": "hing"}, r"search\.descent\.penalty='hing'.*Did you mean 'hinge'"),
         ({"scale_rule": "ceil"}, r"search\.scale_rule='ceil': the continuous quantizer.*floor"),
         ({"scale_rule": "round"}, r"search\.scale_rule='round'.*floor, ceil, even, rceil"),
-        ({"lr_schedule": "linear"}, r"search\.lr_schedule='linear'.*constant, cosine"),
-        ({"raw_start": 2.5}, r"search\.raw_start=2\.5 must lie in \[0, 2\]"),
-        ({"raw_start": float("nan")}, r"search\.raw_start=nan must lie in"),
-        ({"lr": -1.0}, r"search\.lr=-1\.0 must lie in"),
-        ({"momentum": 1.0}, r"search\.momentum=1\.0 must lie in"),
-        ({"momentum": 0.0}, r"search\.nesterov=true needs search\.momentum > 0"),
-        ({"temperature": 0.0}, r"search\.temperature=0\.0 must lie in"),
-        ({"anneal_from": 1.5}, r"search\.anneal_from=1\.5 must lie in \[0, 1\]"),
+        ({"lr_schedule": "linear"}, r"search\.descent\.lr_schedule='linear'.*constant, cosine"),
+        ({"raw_start": 2.5}, r"search\.descent\.raw_start=2\.5 must lie in \[0, 2\]"),
+        ({"raw_start": float("nan")}, r"search\.descent\.raw_start=nan must lie in"),
+        ({"lr": -1.0}, r"search\.descent\.lr=-1\.0 must lie in"),
+        ({"momentum": 1.0}, r"search\.descent\.momentum=1\.0 must lie in"),
+        ({"momentum": 0.0}, r"search\.descent\.nesterov=true needs search\.descent\.momentum > 0"),
+        ({"temperature": 0.0}, r"search\.descent\.temperature=0\.0 must lie in"),
+        ({"anneal_from": 1.5}, r"search\.descent\.anneal_from=1\.5 must lie in \[0, 1\]"),
         ({"steps": 2.5}, r"search\.steps=2\.5 must be a whole number"),
         ({"steps": "10"}, r"search\.steps='10' must be a whole number"),
-        ({"lr": "1"}, r"search\.lr='1' must be a number"),
+        ({"lr": "1"}, r"search\.descent\.lr='1' must be a number"),
         ({"exclude": "*.o_proj"}, r"search\.exclude must be a list of globs"),
         ({"fixed": ["*.o_proj"]}, r"search\.fixed a dict of glob -> format"),
         ({"steps": 0}, r"search\.steps=0 must be at least 1"),
@@ -412,7 +414,7 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"score_batches": True}, r"search\.score_batches=True must be a whole number"),
         ({"seed": None}, r"search\.seed=None must be a whole number"),
         ({"seed": -1}, r"search\.seed=-1 must be at least 0"),
-        ({"evaluate_every": 0}, r"search\.evaluate_every=0 must be at least 1"),
+        ({"evaluate_every": 0}, r"search\.descent\.evaluate_every=0 must be at least 1"),
         ({"target": "vllm"}, r"search\.target=vllm cannot load mxfp6_e2m3 .*loads: mxfp8_mxfp4"),
         (
             {"target": "vllm", "family": "mxfp8_mxfp4", "units": "layer"},
@@ -423,28 +425,28 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
             r"search\.target=vllm cannot load mxfp6_e2m3 of search\.fixed\['\*\.o_proj'\]. It loads",
         ),
         ({"target": "ollama"}, r"search\.target='ollama'.*any, vllm"),
-        ({"operands": "apart"}, r"search\.operands='apart'.*joint, separate"),
+        ({"choices": "apart"}, r"search\.choices='apart'.*joint, separate"),
         (
-            {"operands": "separate", "name": "weight_mse"},
-            r"search\.operands=separate with search\.name=weight_mse.*search\.operands=joint",
+            {"choices": "separate", "name": "weight_mse"},
+            r"search\.choices=separate with search\.name=weight_mse.*search\.choices=joint",
         ),
         (
-            {"operands": "separate", "target": "vllm", "family": "mxfp8_mxfp4"},
+            {"choices": "separate", "target": "vllm", "family": "mxfp8_mxfp4"},
             r"vLLM of search\.target=vllm cannot run inputs in mxfp4, mxfp8_e4m3.*It can: none",
         ),
         (
-            {"operands": "separate", "target": "vllm_quark"},
-            r"vLLM of search\.target=vllm_quark cannot run .*search\.operands=joint",
+            {"choices": "separate", "target": "vllm_quark"},
+            r"vLLM of search\.target=vllm_quark cannot run .*search\.choices=joint",
         ),
         (
-            {"operands": "separate", "target": "transformers"},
+            {"choices": "separate", "target": "transformers"},
             r"transformers .* cannot run inputs in mxfp6_e2m3 .*It can: mxfp4, mxfp8_e4m3",
         ),
     ],
 )
 def test_impossible_settings_are_refused(options, words):
     with pytest.raises(DmxError, match=words):
-        SearchConfig(**options)
+        search_config(**options)
 
 
 @pytest.mark.parametrize(
@@ -460,8 +462,8 @@ def test_impossible_settings_are_refused(options, words):
 )  # fmt: skip
 def test_a_target_that_fuses_layers_refuses_patterns_that_split_a_group(options, splits, tiny):
     model, _ = tiny
-    search_space(model, SearchConfig(family="mxfp8_mxfp4", **options))
-    config = SearchConfig(family="mxfp8_mxfp4", target="vllm", **options)
+    search_space(model, search_config(family="mxfp8_mxfp4", **options))
+    config = search_config(family="mxfp8_mxfp4", target="vllm", **options)
     if not splits:
         assert search_space(model, config).units
         return
@@ -474,20 +476,18 @@ def test_every_search_checks_budget_and_patterns_before_it_runs(name, tiny):
     model, batches = tiny
     model.register_forward_hook(lambda *_: pytest.fail("the search had begun"))
     with pytest.raises(DmxError, match=r"budget\.limit=3 element_bits .* 4 to 6"):
-        dmx.search(model, batches, Budget(3.0), SearchConfig(name=name))
+        dmx.search(model, batches, Budget(3.0), search_config(name=name))
     with pytest.raises(ModelError, match=r"search\.exclude: pattern 'nothing'"):
-        dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, exclude=["nothing"]))
+        dmx.search(model, batches, Budget(5.0), search_config(name=name, exclude=["nothing"]))
     with pytest.raises(ModelError, match=r"nothing to search"):
-        dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, fixed={"*": "mxfp4"}))
+        dmx.search(model, batches, Budget(5.0), search_config(name=name, fixed={"*": "mxfp4"}))
 
 
 def test_a_scan_on_more_batches_than_there_are_is_refused(tiny):
     model, batches = tiny
     for name in ("kl", "kl_per_bit", "fisher"):
         with pytest.raises(DmxError, match=r"score_batches=4, but there are 3 batches.*null"):
-            dmx.search(model, batches, Budget(5.0), SearchConfig(name=name, score_batches=4))
-    config = SearchConfig(name="weight_mse", score_batches=4)  # needs no batches
-    assert dmx.search(model, batches, Budget(5.0), config).assignment.formats
+            dmx.search(model, batches, Budget(5.0), search_config(name=name, score_batches=4))
 
 
 def test_quantized_peft_and_expert_models_are_refused(tiny):
@@ -495,7 +495,7 @@ def test_quantized_peft_and_expert_models_are_refused(tiny):
 
     def refused(words, **options):
         with pytest.raises(ModelError, match=words):
-            dmx.search(model, batches, Budget(5.0), SearchConfig(steps=1, **options))
+            dmx.search(model, batches, Budget(5.0), search_config(steps=1, **options))
 
     model.config.quantization_config = {"quant_method": "gptq"}
     refused("already quantized .*gptq")
@@ -504,7 +504,7 @@ def test_quantized_peft_and_expert_models_are_refused(tiny):
     mlp.experts = torch.nn.Parameter(torch.zeros(8, 64, 64))
     refused(r"lie outside nn\.Linear .*experts.*allow_unsearched")
     assert dmx.search(
-        model, batches, Budget(5.0), SearchConfig(name="random", allow_unsearched=True)
+        model, batches, Budget(5.0), search_config(name="random", allow_unsearched=True)
     ).assignment.formats
     del mlp.experts
     model._hf_peft_config_loaded = True
@@ -536,7 +536,7 @@ def test_attention_needs_no_mask_only_where_nothing_but_the_future_is_hidden(
 
 def test_the_space_of_a_meta_model_is_that_of_the_real_one(tiny):
     model, _ = tiny
-    real = search_space(model, SearchConfig())
+    real = search_space(model, search_config())
     with torch.device("meta"):
         other = type(model)(model.config)
     meta = build_space(other, get_family("mxfp6_mxfp4").formats)
@@ -550,7 +550,7 @@ def test_the_space_of_a_meta_model_is_that_of_the_real_one(tiny):
 )
 def test_the_callers_mode_changes_nothing(mode, tiny):
     model, batches = tiny
-    config = SearchConfig(steps=4, raw_start=1.0, evaluate_every=4)
+    config = search_config(steps=4, raw_start=1.0, evaluate_every=4)
     plain = dmx.search(model, batches, Budget(5.0), config)
     with mode():
         inside = dmx.search(model, [b.clone() for b in batches], Budget(5.0), config)
@@ -563,11 +563,11 @@ def test_models_without_usable_weights_are_refused(tiny):
     for other, words in ((copy.deepcopy(model).double(), "is float64; .*model.float"),
                          (copy.deepcopy(model).to("meta"), "is on the meta device: load")):  # fmt: skip
         with pytest.raises(ModelError, match=words):
-            dmx.search(other, batches, Budget(5.0), SearchConfig())
+            dmx.search(other, batches, Budget(5.0), search_config())
 
 
 def test_numpy_numbers_are_budgets(tiny, tmp_path):
     for limit in (np.float32(5.0), np.int64(5), np.float64(5.0), 5):
-        result = dmx.search(*tiny, Budget(limit), SearchConfig(name="random"))
+        result = dmx.search(*tiny, Budget(limit), search_config(name="random"))
         path = result.assignment.save(tmp_path / "a.json")
         assert json.loads(path.read_text())["budget"] == {"limit": 5.0, "unit": "element_bits"}

@@ -11,9 +11,10 @@ import dmx
 from dmx.assignment.budget import Budget
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.numerics import kl_divergence
-from dmx.searching import SearchConfig, search_space
-from dmx.searching.heuristics import Scan
-from dmx.searching.offsets import searching_model
+from dmx.searching import search_space
+from dmx.searching.bank import searching_model
+from dmx.searching.scan import Scan
+from tests.settings import search_config
 
 WIDE = Budget(16.0)  # every layer high: only the preferences are of interest
 
@@ -52,7 +53,7 @@ def scan(model, config, tokens):
         {"units": "layer"},
         {"include_lm_head": True},
         {"fixed": {"*.0.mlp.down_proj": "mxfp4"}, "scale_rule": "even"},
-        {"operands": "separate", "fixed": {"*.0.mlp.down_proj": "mxfp4"}},
+        {"choices": "separate", "fixed": {"*.0.mlp.down_proj": "mxfp4"}},
     ],
     ids=["three formats", "layer units", "with the head", "with a fixed layer", "separate"],
 )
@@ -60,7 +61,7 @@ def test_the_scan_that_skips_the_prefix_gives_the_scores_of_the_naive_one(
     options, architecture, make_tiny
 ):
     model, tokens = make_tiny(architecture, layers=3).model, batches()
-    config = SearchConfig(name="kl", **options)
+    config = search_config(name="kl", **options)
     expected = naive_kl(model, tokens, search_space(model, config), config)
     found = scan(model, config, tokens)
     # KLs of 1e-4 nats are differences of float32 logits: 1e-7 of rounding each.
@@ -73,7 +74,7 @@ def test_the_prefix_is_reused_where_that_is_exact(tiny_random):
     assert prefix_replay_is_exact(model, tokens[:1])
     calls = []
     model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-    config = SearchConfig(name="kl", exclude=["*.layers.0.*"])
+    config = search_config(name="kl", exclude=["*.layers.0.*"])
     scan(model, config, [tokens])
     units = len(search_space(model, config).units)
     assert 1 <= len(calls) < units  # the first block ran for the reference, not for every unit
@@ -102,7 +103,7 @@ class Skipping(nn.Module):
 
 def test_a_model_with_a_way_around_its_blocks_is_scanned_right(make_tiny):
     model = Skipping(make_tiny("llama", layers=3).model)
-    config = SearchConfig(name="kl", exclude=["*lm_head"])
+    config = search_config(name="kl", exclude=["*lm_head"])
     tokens = batches()
     expected = naive_kl(model, tokens, search_space(model, config), config)
     np.testing.assert_allclose(scan(model, config, tokens), expected, rtol=2e-3, atol=1e-7)
@@ -117,7 +118,7 @@ def test_blocks_with_a_forward_of_their_own_keep_it(tiny_random):
         return plain(block, *args, **kwargs)
 
     block.forward = own
-    scan(model, SearchConfig(name="kl"), batches())
+    scan(model, search_config(name="kl"), batches())
     assert block.__dict__["forward"] is own
     assert "forward" not in model.model.layers[1].__dict__
     assert PrefixReplay(model).block_of("model.layers.1.mlp.down_proj") == 1
@@ -158,7 +159,7 @@ def naive_fisher(model, tokens, space, config):
 @pytest.mark.parametrize("operands", ["joint", "separate"])
 def test_fisher_weighs_the_error_of_the_operands_of_each_unit(operands, tiny_random):
     model, tokens = tiny_random.model, batches()
-    config = SearchConfig(name="fisher", operands=operands, family="mxfp8_mxfp6_mxfp4")
+    config = search_config(name="fisher", choices=operands, family="mxfp8_mxfp6_mxfp4")
     space = search_space(model, config)
     expected = naive_fisher(model, tokens, space, config)
     scan = Scan(model, tokens, space, config, fingerprint={}, folder=None)
@@ -168,7 +169,7 @@ def test_fisher_weighs_the_error_of_the_operands_of_each_unit(operands, tiny_ran
 
 def test_random_choices_follow_the_seed(tiny_random):
     def chosen(seed):
-        config = SearchConfig(name="random", seed=seed, units="layer")
+        config = search_config(name="random", seed=seed, units="layer")
         return dmx.search(tiny_random.model, batches(), Budget(5.0), config).assignment.formats
 
     assert chosen(1) == chosen(1)
@@ -179,7 +180,7 @@ def test_another_budget_keeps_the_order(tiny_random):
     model, tokens = tiny_random.model, batches()
     raised = []
     for limit in (4.3, 4.8, 5.3):
-        result = dmx.search(model, tokens, Budget(limit), SearchConfig(name="kl", units="layer"))
+        result = dmx.search(model, tokens, Budget(limit), search_config(name="kl", units="layer"))
         assert result.history == [] and result.raw_offsets is None
         raised.append({k for k, f in result.assignment.formats.items() if f != "mxfp4"})
     assert len(raised[0]) < len(raised[1]) < len(raised[2])

@@ -12,8 +12,10 @@ from torch import nn
 from dmx.applying.quantizers import fake_quant
 from dmx.assignment.space import build_space
 from dmx.formats import FAMILIES, get_family
-from dmx.searching import SearchConfig, schedule
-from dmx.searching.offsets import anneal, harden, preference, searching_model
+from dmx.searching import schedule
+from dmx.searching.bank import searching_model
+from dmx.searching.offsets import anneal, harden, preference
+from tests.settings import search_config
 
 EVERY_RAW = torch.linspace(0, 2, 4001)
 
@@ -76,7 +78,7 @@ def test_hardening_counts_the_thresholds_below():
 
 
 def test_temperature_is_the_schedule_of_the_design():
-    config = SearchConfig(steps=400)
+    config = search_config(steps=400)
     found = [schedule.temperature(config, i) for i in range(400)]
     assert found[:240] == [0.4] * 240
     expected = [0.4 * 50 ** ((i - 240) / (399 - 240)) for i in range(240, 400)]
@@ -86,16 +88,16 @@ def test_temperature_is_the_schedule_of_the_design():
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 10, 30])
 def test_the_last_step_of_a_short_search_is_hot_and_none_is_hotter(steps):
-    found = [schedule.temperature(SearchConfig(steps=steps), i) for i in range(steps)]
+    found = [schedule.temperature(search_config(steps=steps), i) for i in range(steps)]
     assert found[-1] == 20.0 and all(0.4 <= t <= 20 for t in found)
     assert found == sorted(found)
 
 
 def test_the_cosine_starts_at_the_learning_rate_and_nears_zero():
-    config = SearchConfig(steps=100, lr=3.0, lr_schedule="cosine")
+    config = search_config(steps=100, lr=3.0, lr_schedule="cosine")
     found = [schedule.learning_rate(config, i) for i in range(100)]
     assert found[0] == 3.0 and found[50] == pytest.approx(1.5) and 0 < found[-1] < 0.001
-    assert schedule.learning_rate(SearchConfig(lr=0.5), 399) == 0.5
+    assert schedule.learning_rate(search_config(lr=0.5), 399) == 0.5
 
 
 # ---------------------------------------------------------------- the gradient of the smooth part

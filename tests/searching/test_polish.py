@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 import dmx
 from dmx.assignment.budget import Budget
@@ -17,10 +18,13 @@ from dmx.assignment.projection import is_maximal, project
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
 from dmx.progress import Stopwatch
-from dmx.searching import SearchConfig, disturbances, search_space
-from dmx.searching.heuristics import random_preference, solve_knapsack
-from dmx.searching.offsets import searching_model
+from dmx.searching import disturbances, search_space
+from dmx.searching.bank import searching_model
+from dmx.searching.config import PolishConfig
+from dmx.searching.heuristics import random_preference
+from dmx.searching.knapsack import solve_knapsack
 from dmx.searching.polish import KEPT_LOGITS, LOG_FILE, STATE_FILE, Polish
+from tests.settings import search_config
 
 FAMILIES = ("mxfp6_mxfp4", "mxfp8_mxfp6_mxfp4")
 
@@ -69,7 +73,7 @@ def all_divergences(run):
 @pytest.mark.parametrize("limit", [4.5, 5.0])
 def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family, limit, tiny):
     model, tokens = tiny
-    config = SearchConfig(name="random", family=family, polish_rounds=20, polish_batches=3)
+    config = search_config(name="random", family=family, polish_rounds=20, polish_batches=3)
     budget, divergences = Budget(limit), None
     for seed in range(4):
         space = search_space(model, config)
@@ -82,9 +86,11 @@ def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family
 def test_each_round_is_measured_right_and_none_is_worse(tiny):
     """The log's KL is that of the applied assignment over the same tokens, by another way."""
     model, tokens = tiny
-    config = SearchConfig(name="random", polish_rounds=8, polish_batches=3, units="layer")
+    config = search_config(name="random", polish_rounds=8, polish_batches=3, units="layer")
     result = dmx.search(model, tokens, Budget(4.8), config)
-    unpolished = dmx.search(model, tokens, Budget(4.8), replace(config, polish_rounds=0))
+    unpolished = dmx.search(
+        model, tokens, Budget(4.8), replace(config, polish=PolishConfig(rounds=0))
+    )
     kls = [row["kl"] for row in result.polish]
     assert kls == sorted(kls, reverse=True) and kls[-1] < 0.97 * kls[0]
     assert [row["round"] for row in result.polish] == list(range(len(kls)))
@@ -102,16 +108,16 @@ def test_each_round_is_measured_right_and_none_is_worse(tiny):
 @pytest.mark.parametrize("operands", ["joint", "separate"])
 def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny, monkeypatch):
     model, tokens = tiny
-    config = SearchConfig(
+    config = search_config(
         name="random", polish_rounds=1, units="layer", include_lm_head=True,
-        family="mxfp8_mxfp6_mxfp4", fixed={"*.0.mlp.down_proj": "mxfp4"}, operands=operands,
+        family="mxfp8_mxfp6_mxfp4", fixed={"*.0.mlp.down_proj": "mxfp4"}, choices=operands,
     )  # fmt: skip
     space = search_space(model, config)
     start = random_start(space, Budget(5.5), 1)
     quick = polish(model, tokens, Budget(5.5), config, start)
     monkeypatch.setattr(disturbances, "prefix_replay_is_exact", lambda *_: False)
     plain = polish(model, tokens, Budget(5.5), config, start)
-    np.testing.assert_allclose(quick.gain, plain.gain, rtol=1e-3, atol=1e-7)
+    np.testing.assert_allclose(quick.gains.gain, plain.gains.gain, rtol=1e-3, atol=1e-7)
     monkeypatch.undo()
     calls = itertools.count()
     handle = model.model.layers[0].register_forward_hook(lambda *_: void(next(calls)))
@@ -128,10 +134,10 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
     for rounds, (units, weighting) in enumerate(
         itertools.product(("fused", "layer"), ("elements", "layers")), start=1
     ):
-        config = SearchConfig(
+        config = search_config(
             name=name, family=family, units=units, weighting=weighting, polish_rounds=rounds,
             polish_batches=1, steps=2, raw_start=1.0, exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"}, operands=("joint", "separate")[rounds % 2],
+            fixed={"*.0.mlp.down_proj": "mxfp8"}, choices=("joint", "separate")[rounds % 2],
         )  # fmt: skip
         space = search_space(model, config)
         low, high = space.bounds(unit)
@@ -152,7 +158,7 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
 def test_the_neighbourhood_knapsack_is_exact(tiny, data):
     """Against trying everything: the least sum of scores within budget, neighbourhood and bans."""
     model, _ = tiny
-    config = SearchConfig(family=data.draw(st.sampled_from(FAMILIES)))
+    config = search_config(family=data.draw(st.sampled_from(FAMILIES)))
     space = search_space(model, config)
     space = replace(space, units=space.units[:5])
     n_formats = len(space.formats)
@@ -211,7 +217,7 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tin
     model, tokens = tiny
     if has_fresh:
         tokens = tokens + [t.flip(0) + 1 for t in tokens]
-    config = SearchConfig(
+    config = search_config(
         name=name, polish_rounds=6, polish_batches=1, steps=6, raw_start=1.0, checkpoint_every=2,
         evaluate_every=6,
     )  # fmt: skip
@@ -239,13 +245,14 @@ def without_seconds(rows):
 
 def test_a_finished_polish_is_not_run_again_and_its_seconds_add_up(tiny, tmp_path):
     model, tokens = tiny
-    config = SearchConfig(polish_rounds=2, steps=3, raw_start=1.0)
+    config = search_config(polish_rounds=2, steps=3, raw_start=1.0)
     first = dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
     handle = model.register_forward_hook(lambda *_: pytest.fail("a finished polish ran the model"))
     again = dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
     handle.remove()
     assert again.assignment == first.assignment and again.polish == first.polish
-    spent = json.loads((tmp_path / STATE_FILE).read_text())["seconds"]
+    with safe_open(tmp_path / STATE_FILE, "pt") as file:
+        spent = json.loads(file.metadata()["facts"])["seconds"]
     assert again.seconds > spent >= sum(row["seconds"] for row in first.polish)
     assert json.loads((tmp_path / LOG_FILE).read_text().splitlines()[0])["round"] == 0
     assert "seconds" not in (tmp_path / LOG_FILE).read_text()
@@ -253,7 +260,7 @@ def test_a_finished_polish_is_not_run_again_and_its_seconds_add_up(tiny, tmp_pat
 
 def test_a_resumed_search_counts_the_seconds_before_it_died(tiny, tmp_path, monkeypatch):
     model, tokens = tiny
-    config = SearchConfig(steps=4, raw_start=1.0, checkpoint_every=2)
+    config = search_config(steps=4, raw_start=1.0, checkpoint_every=2)
     with monkeypatch.context() as patch:
         patch.setattr(Stopwatch, "seconds", property(lambda self: 1000.0 + self.before))
         polish_and_die(model, tokens, config, tmp_path, 5)
@@ -262,12 +269,12 @@ def test_a_resumed_search_counts_the_seconds_before_it_died(tiny, tmp_path, monk
 
 def test_a_polish_can_follow_a_search_that_has_ended(tiny, tmp_path):
     model, tokens = tiny
-    config = SearchConfig(steps=3, raw_start=1.0)
+    config = search_config(steps=3, raw_start=1.0)
     dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
-    whole = dmx.search(model, tokens, Budget(5.0), replace(config, polish_rounds=2))
+    whole = dmx.search(model, tokens, Budget(5.0), replace(config, polish=PolishConfig(rounds=2)))
     before = (tmp_path / "history.jsonl").read_bytes()
     later = dmx.search(
-        model, tokens, Budget(5.0), replace(config, polish_rounds=2), folder=tmp_path
+        model, tokens, Budget(5.0), replace(config, polish=PolishConfig(rounds=2)), folder=tmp_path
     )
     assert without_seconds(later.polish) == without_seconds(whole.polish)
     assert later.assignment.formats == whole.assignment.formats
@@ -276,43 +283,44 @@ def test_a_polish_can_follow_a_search_that_has_ended(tiny, tmp_path):
 
 def test_states_that_do_not_fit_are_refused(tiny, tmp_path):
     model, tokens = tiny
-    config = SearchConfig(name="kl", polish_rounds=1)
+    config = search_config(name="kl", polish_rounds=1)
     dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
     for other, budget, data in (
-        (replace(config, polish_rounds=2), 5.0, tokens),
-        (replace(config, polish_batches=1), 5.0, tokens),
+        (replace(config, polish=PolishConfig(rounds=2)), 5.0, tokens),
+        (replace(config, polish=PolishConfig(rounds=1, batches=1)), 5.0, tokens),
         (config, 5.1, tokens),
         (config, 5.0, tokens[:2]),
     ):
         with pytest.raises(
-            RunError, match=r"polish_state\.json is of a polish with other settings"
+            RunError, match=r"polish_state\.safetensors is of a polish with other settings"
         ):
             dmx.search(model, data, Budget(budget), other, folder=tmp_path)
-    cut = json.loads((tmp_path / STATE_FILE).read_text())
-    cut["gain"].pop()
-    for damaged in ("", "{}", "[1]", json.dumps(cut)):
-        (tmp_path / STATE_FILE).write_text(damaged)
-        with pytest.raises(RunError, match=r"polish_state\.json is damaged .*Delete it to polish"):
+    whole = (tmp_path / STATE_FILE).read_bytes()
+    for damaged in (b"", b"{}", whole[:-8], whole[:-1] + bytes([whole[-1] ^ 1])):
+        (tmp_path / STATE_FILE).write_bytes(damaged)
+        with pytest.raises(
+            RunError, match=r"polish_state\.safetensors is damaged .*Delete it to polish"
+        ):
             dmx.search(model, tokens, Budget(5.0), config, folder=tmp_path)
 
 
 def test_impossible_settings_are_refused(tiny):
     model, tokens = tiny
     for options, words in (
-        ({"polish_rounds": -1}, r"search\.polish_rounds=-1 must be at least 0"),
-        ({"polish_rounds": 1.5}, r"search\.polish_rounds=1\.5 must be a whole number"),
-        ({"polish_batches": 0}, r"search\.polish_batches=0 must be at least 1"),
-        ({"name": "uniform", "polish_rounds": 2}, r"search\.polish_rounds=2: a polished uniform"),
+        ({"polish_rounds": -1}, r"search\.polish\.rounds=-1 must be at least 0"),
+        ({"polish_rounds": 1.5}, r"search\.polish\.rounds=1\.5 must be a whole number"),
+        ({"polish_batches": 0}, r"search\.polish\.batches=0 must be at least 1"),
+        ({"polish_batches": 2}, r"search\.polish\.batches=2 with search\.polish\.rounds=0"),
     ):
         with pytest.raises(DmxError, match=words):
-            SearchConfig(**options)
-    config = SearchConfig(name="random", polish_rounds=1, polish_batches=4)
-    with pytest.raises(DmxError, match=r"search\.polish_batches=4, but there are 3 batches"):
+            search_config(**options)
+    config = search_config(name="random", polish_rounds=1, polish_batches=4)
+    with pytest.raises(DmxError, match=r"search\.polish\.batches=4, but there are 3 batches"):
         dmx.search(model, tokens, Budget(5.0), config)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
-    config = SearchConfig(name="random", polish_rounds=1)
-    with pytest.raises(RunError, match=r"search\.polish_rounds: a KL is not finite"):
+    config = search_config(name="random", polish_rounds=1)
+    with pytest.raises(RunError, match=r"search\.polish\.rounds: a KL is not finite"):
         dmx.search(model, tokens, Budget(5.0), config)
 
 
@@ -321,7 +329,7 @@ def test_the_model_is_as_it_was(tiny):
     model.train()
     before = {n: (p.requires_grad, p.clone()) for n, p in model.named_parameters()}
     kinds = [type(m) for m in model.modules()]
-    dmx.search(model, tokens, Budget(5.0), SearchConfig(name="random", polish_rounds=2))
+    dmx.search(model, tokens, Budget(5.0), search_config(name="random", polish_rounds=2))
     assert model.training and kinds == [type(m) for m in model.modules()]
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == before[name][0]
@@ -331,7 +339,7 @@ def test_the_model_is_as_it_was(tiny):
 def test_rounds_measure_on_fresh_batches_and_remember(tiny):
     """Every batch that does not judge has its turn; gains are the weighted mean of the rounds."""
     model, tokens = tiny
-    config = SearchConfig(
+    config = search_config(
         name="random", polish_rounds=4, polish_batches=1, family="mxfp8_mxfp6_mxfp4"
     )
     space = search_space(model, config)
@@ -351,25 +359,27 @@ def test_rounds_measure_on_fresh_batches_and_remember(tiny):
     known = np.isfinite(measured[0])
     assert known.any() and not known.all()
     np.testing.assert_allclose(
-        run.gain[known], (0.5 * measured[0][known] + measured[1][known]) / 1.5
+        run.gains.gain[known], (0.5 * measured[0][known] + measured[1][known]) / 1.5
     )
-    assert np.array_equal(np.isfinite(run.scores()).sum(axis=1), 1 + known.sum(axis=1))
-    scores = run.scores()
+    assert np.array_equal(
+        np.isfinite(run.gains.scores(run.choice)).sum(axis=1), 1 + known.sum(axis=1)
+    )
+    scores = run.gains.scores(run.choice)
     for u, own in enumerate(run.choice):
         assert scores[u, own] == 0
         if own > 0:
-            assert scores[u, own - 1] == pytest.approx(run.gain[u, own - 1])
+            assert scores[u, own - 1] == pytest.approx(run.gains.gain[u, own - 1])
         if own < 2:
-            assert scores[u, own + 1] == pytest.approx(-run.gain[u, own])
+            assert scores[u, own + 1] == pytest.approx(-run.gains.gain[u, own])
     assert run.measured_on(2) == [0] and run.measured_on(3) == [5]
 
 
 def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     model, tokens = tiny
-    space = search_space(model, SearchConfig())
+    space = search_space(model, search_config())
 
     def roles(n_batches, polish_batches):
-        config = SearchConfig(name="random", polish_rounds=1, polish_batches=polish_batches)
+        config = search_config(name="random", polish_rounds=1, polish_batches=polish_batches)
         made = Polish(
             model, (tokens * 20)[:n_batches], space, Budget(5.0), config,
             start=random_start(space, Budget(5.0), 0), folder=None, fingerprint="",
@@ -384,7 +394,7 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     assert roles(60, 1) == ([0], [1, 2, 3, 4])
     assert roles(3, 3) == ([0, 1, 2], [0, 1, 2])
     # The judge decides: with one that calls everything worse, nothing is changed.
-    config = SearchConfig(name="random", polish_rounds=3, polish_batches=1)
+    config = search_config(name="random", polish_rounds=3, polish_batches=1)
     start = random_start(space, Budget(4.8), 1)
     run = Polish(
         model, tokens, space, Budget(4.8), config, start=start, folder=None, fingerprint="",
@@ -397,23 +407,23 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
 
 def test_a_step_keeps_what_an_earlier_choice_showed_of_it(tiny):
     model, tokens = tiny
-    config = SearchConfig(name="random", polish_rounds=1, family="mxfp8_mxfp6_mxfp4")
+    config = search_config(name="random", polish_rounds=1, family="mxfp8_mxfp6_mxfp4")
     space = search_space(model, config)
     run = Polish(
         model, tokens, space, Budget(8.0), config, start=np.zeros(len(space.units)), folder=None,
         fingerprint="", clock=Stopwatch(),
     )  # fmt: skip
-    run._learn(np.tile([16.0, np.nan], (len(space.units), 1)))
-    np.testing.assert_array_equal(run.gain[0], [16.0, 1.0])  # the upper step by STEP_RATIO
-    np.testing.assert_array_equal(run.scores()[0], [0.0, -16.0, np.inf])
+    run.gains.learn(np.tile([16.0, np.nan], (len(space.units), 1)))
+    np.testing.assert_array_equal(run.gains.gain[0], [16.0, 1.0])  # the upper step by STEP_RATIO
+    np.testing.assert_array_equal(run.gains.scores(run.choice)[0], [0.0, -16.0, np.inf])
     run.choice[:] = 2
-    run._learn(np.tile([np.nan, 3.0], (len(space.units), 1)))
-    np.testing.assert_array_equal(run.scores()[0], [19.0, 3.0, 0.0])
+    run.gains.learn(np.tile([np.nan, 3.0], (len(space.units), 1)))
+    np.testing.assert_array_equal(run.gains.scores(run.choice)[0], [19.0, 3.0, 0.0])
 
 
 def test_reference_logits_that_do_not_fit_are_run_anew(tiny, monkeypatch):
     model, tokens = tiny
-    config = SearchConfig(name="random", polish_rounds=1, polish_batches=1)
+    config = search_config(name="random", polish_rounds=1, polish_batches=1)
     start = random_start(search_space(model, config), Budget(4.8), 1)
     kept = polish(model, tokens, Budget(4.8), config, start)
     monkeypatch.setitem(KEPT_LOGITS, "cpu", 0)
@@ -424,7 +434,7 @@ def test_reference_logits_that_do_not_fit_are_run_anew(tiny, monkeypatch):
 
 def test_two_rounds_in_a_row_without_a_better_choice_end_it(tiny):
     model, tokens = tiny
-    config = SearchConfig(name="random", polish_rounds=9, polish_batches=1)
+    config = search_config(name="random", polish_rounds=9, polish_batches=1)
     space = search_space(model, config)
     run = Polish(
         model, tokens * 2, space, Budget(5.0), config, start=random_start(space, Budget(5.0), 1),

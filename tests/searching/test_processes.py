@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
 import json, sys, torch, dmx
+from dmx.searching.config import DescentConfig, PolishConfig
 from dmx.models import ModelConfig, TinyConfig, load_model
 torch.set_num_threads(1)
 model = load_model(ModelConfig(id="tiny", dtype="float32", tiny=TinyConfig())).model
@@ -26,8 +27,8 @@ generator = torch.Generator().manual_seed(0)
 batches = [torch.randint(0, 288, (4, 32), generator=generator) for _ in range(3)]
 for objective in ("cross_entropy", "kl"):
     config = dmx.SearchConfig(
-        steps=12, raw_start=1.0, evaluate_every=4, checkpoint_every=5, objective=objective,
-        polish_rounds=2,
+        steps=12, objective=objective, polish=PolishConfig(rounds=2),
+        descent=DescentConfig(raw_start=1.0, evaluate_every=4, checkpoint_every=5),
     )
     folder = sys.argv[1] + "/" + objective
     dmx.search(model, batches, dmx.Budget(5.0), config, folder=folder)

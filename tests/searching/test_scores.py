@@ -11,8 +11,9 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.space import build_space
 from dmx.errors import RunError
 from dmx.formats import get_family
-from dmx.searching import SearchConfig
-from dmx.searching.heuristics import Scan, solve_knapsack
+from dmx.searching.knapsack import solve_knapsack
+from dmx.searching.scan import Scan
+from tests.settings import search_config
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def scans(monkeypatch):
 
 
 def run(model, batches, folder, limit=5.0, **settings):
-    config = SearchConfig(**{"name": "kl_per_bit", "units": "layer"} | settings)
+    config = search_config(**{"name": "kl_per_bit", "units": "layer"} | settings)
     return dmx.search(model, batches, Budget(limit), config, score_folder=folder)
 
 
@@ -76,7 +77,7 @@ def test_a_changed_input_makes_a_score_file_unused(
     elif change == "score_batches":
         settings["score_batches"] = 2
     elif change == "code":
-        monkeypatch.setattr("dmx.searching.heuristics.code_version", lambda: "another")
+        monkeypatch.setattr("dmx.searching.scan.code_version", lambda _: "another")
     weight = next(model.parameters())
     try:
         with torch.no_grad():
@@ -97,9 +98,9 @@ def test_a_damaged_score_file_is_an_error_that_names_it(damage, model, batches, 
     else:
         body = json.loads(path.read_text())
         if damage == "number":
-            body["values"][0] *= 2
+            body["result"]["values"][0] *= 2
         elif damage == "done":
-            body["done"] -= 1
+            body["result"]["done"] -= 1
         else:
             body["schema"] = "other/1"
         path.write_text(json.dumps(body))

@@ -13,6 +13,7 @@ import torch
 
 import dmx
 from dmx.models import ModelConfig, TinyConfig, load_model
+from tests.settings import search_config
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "trajectory.json"
 KEYS = ("loss", "temperature", "soft_bits", "hard_bits", "projected_bits")
@@ -29,7 +30,7 @@ def trajectory(noise=0.0, lr=0.02):
             parameter.mul_(3 * shake if parameter.ndim == 2 else shake)
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, 288, (4, 64), generator=generator) for _ in range(4)]
-    config = dmx.SearchConfig(
+    config = search_config(
         steps=30, raw_start=1.0, lr=lr, momentum=0.9, slope=5.0, evaluate_every=30
     )
     history = dmx.search(model, batches, dmx.Budget(5.0), config).history

@@ -17,15 +17,16 @@ from dmx.errors import AssignmentError, FormatError, ModelError, RunError
 from dmx.formats import get_block_format
 from dmx.kernels import ops
 from dmx.models.linears import fused_group
-from dmx.searching import SearchConfig, search_space, uniform_assignment
+from dmx.searching import search_space, uniform_assignment
+from dmx.searching.bank import SearchLinear, searching_model
 from dmx.searching.config import SearchConfigError
 from dmx.searching.differentiable import DifferentiableSearch
-from dmx.searching.offsets import SearchLinear, searching_model
 from dmx.searching.transforming import transformed_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block, rotate
 from dmx.transforms.learning import LearnedRotations
 from dmx.transforms.stage import Transform, read_rotations, transformed, write_rotations
 from dmx.transforms.stiefel import CayleySGD
+from tests.settings import search_config
 
 TOKENS = torch.arange(2 * 48).reshape(2, 48) * 7 % 256
 ALL = ("hadamard_block", "hadamard_full", "learned")
@@ -46,22 +47,21 @@ def random_rotations(*shape, seed=0):
     return torch.linalg.qr(torch.randn(*shape, 32, 32, generator=generator)).Q
 
 
-def learned(model, config=None, *, per_block=False):
+def learned(model, config=None):
     """A transform of random rotations for every input of a model's searched layers."""
-    space = search_space(model, config or SearchConfig())
-    inputs = {fused_group(n): space.shapes[n][1] for n in transformed_layers(space)}
-    return Transform("learned", rotations={
-        name: random_rotations(*([n // 32] if per_block else []), seed=i)
-        for i, (name, n) in enumerate(inputs.items())
-    })  # fmt: skip
+    space = search_space(model, config or search_config())
+    inputs = dict.fromkeys(fused_group(n) for n in transformed_layers(space))
+    return Transform(
+        "learned", rotations={name: random_rotations(seed=i) for i, name in enumerate(inputs)}
+    )
 
 
 def some(name, model):
-    return learned(model, per_block=True) if name == "learned" else Transform(name, 32)
+    return learned(model) if name == "learned" else Transform(name, 32)
 
 
 def uniform(model, transform, name="mxfp4"):
-    made = uniform_assignment(model, get_block_format(name), SearchConfig(name="uniform"))
+    made = uniform_assignment(model, get_block_format(name), search_config(name="uniform"))
     return transform.attach(made, model)
 
 
@@ -215,7 +215,7 @@ def test_every_search_works_on_a_transformed_model_and_gives_it_back(
     if name == "learned":
         file = str(tmp_path / "transform.safetensors")
         (tmp_path / "transform.safetensors").write_bytes(write_rotations(learned(model).rotations))
-    config = SearchConfig(name=search, transform=name, transform_file=file, **QUICK)
+    config = search_config(name=search, transform=name, rotation_file=file, **QUICK)
     result = dmx.search(model, [TOKENS, TOKENS.flip(1)], dmx.Budget(5.0), config)
     check_same(model, before)
     assignment = result.assignment
@@ -233,11 +233,11 @@ def test_every_search_works_on_a_transformed_model_and_gives_it_back(
 @pytest.mark.parametrize("search", ["kl", "fisher"])
 def test_a_scan_measures_the_transformed_model(make_tiny, search):
     """The same scan of a model whose layers are rotated by hand gives the same scores."""
-    model, config = make_tiny("llama").model, SearchConfig(name=search, transform="hadamard_block")
+    model, config = make_tiny("llama").model, search_config(name=search, transform="hadamard_block")
     found = dmx.search(model, [TOKENS], dmx.Budget(5.0), config)
-    plain = dmx.search(model, [TOKENS], dmx.Budget(5.0), SearchConfig(name=search))
+    plain = dmx.search(model, [TOKENS], dmx.Budget(5.0), search_config(name=search))
     with transformed(model, Transform("hadamard_block"), found.assignment.quantized):
-        by_hand = dmx.search(model, [TOKENS], dmx.Budget(5.0), SearchConfig(name=search))
+        by_hand = dmx.search(model, [TOKENS], dmx.Budget(5.0), search_config(name=search))
     assert np.array_equal(found.preference, by_hand.preference)
     assert not np.allclose(found.preference, plain.preference)
 
@@ -246,7 +246,7 @@ def test_score_files_of_another_transform_are_not_taken(make_tiny, tmp_path):
     model = make_tiny("llama").model
     found = {}
     for name in ("none", *ALL[:2], "none"):
-        config = SearchConfig(name="weight_mse", transform=name)
+        config = search_config(name="weight_mse", transform=name)
         result = dmx.search(model, [TOKENS], dmx.Budget(5.0), config, score_folder=tmp_path)
         found.setdefault(name, result.preference)
         assert np.array_equal(found[name], result.preference)
@@ -271,15 +271,15 @@ def test_a_model_comes_back_also_after_an_exception(make_tiny, monkeypatch):
     for name in ALL:
         calls.clear()
         with pytest.raises(RuntimeError, match="stop"):
-            dmx.search(model, [TOKENS], dmx.Budget(5.0), SearchConfig(transform=name, **QUICK))
+            dmx.search(model, [TOKENS], dmx.Budget(5.0), search_config(transform=name, **QUICK))
         check_same(model, before)
 
 
 def test_the_reference_is_the_untransformed_function(make_tiny):
     model = make_tiny("llama").model
     expected = logits(model)
-    space = search_space(model, SearchConfig())
-    family = SearchConfig().format_family
+    space = search_space(model, search_config())
+    family = search_config().format_family
     with (
         transformed(model, Transform("hadamard_block"), transformed_layers(space)),
         searching_model(model, space, family, "floor") as bank,
@@ -295,28 +295,25 @@ def test_the_reference_is_the_untransformed_function(make_tiny):
 # ---------------------------------------------------------------- learning
 
 
-def rotations_of(model, space, *, per_block=False, momentum=0.9):
+def rotations_of(model, space, *, momentum=0.9):
     return LearnedRotations(
-        {name: space.shapes[name][1] for name in transformed_layers(space)},
-        per_block=per_block, momentum=momentum, device=torch.device("cpu"), dtype=torch.float32,
-    )  # fmt: skip
+        transformed_layers(space),
+        momentum=momentum,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
 
 
-@pytest.mark.parametrize("per_block", [False, True])
-def test_layers_of_one_input_share_a_rotation_which_starts_at_the_hadamard_matrix(
-    make_tiny, per_block
-):
+def test_layers_of_one_input_share_a_rotation_which_starts_at_the_hadamard_matrix(make_tiny):
     model = make_tiny("llama").model
-    rotations = rotations_of(model, search_space(model, SearchConfig()), per_block=per_block)
+    rotations = rotations_of(model, search_space(model, search_config()))
     of = rotations.input_of
     prefix = "model.layers.1."
     assert of[f"{prefix}self_attn.q_proj"] == of[f"{prefix}self_attn.v_proj"]
     assert of[f"{prefix}mlp.gate_proj"] == of[f"{prefix}mlp.up_proj"]
     assert len(rotations.inputs) == 8 == len(set(of.values()))
     views = rotations.views()
-    shapes = [tuple(view.shape) for view in views]
-    assert shapes == ([(2, 32, 32)] * 3 + [(4, 32, 32)]) * 2 if per_block else [(32, 32)] * 8
-    assert all(torch.equal(view, hadamard_block().expand_as(view)) for view in views)
+    assert len(views) == 8 and all(torch.equal(view, hadamard_block()) for view in views)
     facts = rotations.transform().attach(uniform(model, Transform()), model).transform
     assert facts["run_time"]["elements"] == rotations.matrices.numel()
 
@@ -345,7 +342,7 @@ def test_steps_go_downhill_to_the_nearest_rotation(generator):
 
 def test_a_zero_gradient_and_one_that_is_not_finite_move_nothing(make_tiny):
     model = make_tiny("llama").model
-    rotations = rotations_of(model, search_space(model, SearchConfig()))
+    rotations = rotations_of(model, search_space(model, search_config()))
     before = rotations.matrices.detach().clone()
     gradient = torch.zeros_like(before)
     gradient[2, 3, 4] = torch.nan
@@ -353,9 +350,8 @@ def test_a_zero_gradient_and_one_that_is_not_finite_move_nothing(make_tiny):
     assert torch.allclose(rotations.matrices, before, atol=1e-7)
 
 
-@pytest.mark.parametrize("per_block", [False, True])
 def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
-    make_tiny, monkeypatch, generator, per_block
+    make_tiny, monkeypatch, generator
 ):
     """With a smooth function for the quantizer, whose own derivative is straight-through."""
     monkeypatch.setattr(ops, "continuous_fake_quant", lambda x, parameters: torch.tanh(2 * x))
@@ -367,12 +363,12 @@ def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
         ),
     )  # fmt: skip
     model = make_tiny("llama", layers=1).model
-    space = search_space(model, SearchConfig(fixed={"*o_proj": "mxfp8_e4m3"}))
-    rotations = rotations_of(model, space, per_block=per_block)
+    space = search_space(model, search_config(fixed={"*o_proj": "mxfp8_e4m3"}))
+    rotations = rotations_of(model, space)
     x = torch.randn(6, 64, generator=generator)
     direction = torch.randn(rotations.matrices.shape, generator=generator)
 
-    with searching_model(model, space, SearchConfig().format_family, "floor", rotations) as bank:
+    with searching_model(model, space, search_config().format_family, "floor", rotations) as bank:
         block = model.model.layers[0]
 
         def loss():
@@ -397,8 +393,8 @@ def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
 def test_the_gradient_is_that_of_the_public_quantizer(make_tiny, dtype, operands, checkpointing):
     """Through both operands, straight through the rounding; with and without checkpointing."""
     model = make_tiny("llama", dtype=dtype).model
-    config = SearchConfig(
-        transform="learned", gradient_checkpointing=checkpointing, raw_start=1.0, operands=operands
+    config = search_config(
+        transform="learned", gradient_checkpointing=checkpointing, raw_start=1.0, choices=operands
     )
     space = search_space(model, config)
     search = DifferentiableSearch(
@@ -407,11 +403,11 @@ def test_the_gradient_is_that_of_the_public_quantizer(make_tiny, dtype, operands
     if operands == "separate":
         with torch.no_grad():
             search.raw[1::2] = 1.2  # inputs at other offsets than weights
-    from dmx.searching.differentiable import _checkpointing
+    from dmx.models.checkpointing import checkpointing as checkpointed
 
     with (
         searching_model(model, space, search.family, "floor", search.rotations) as bank,
-        _checkpointing(model, checkpointing),
+        checkpointed(model, checkpointing, "search.descent"),
     ):
         _, _, by_rotation = search._gradient(bank, TOKENS, torch.tensor(0.4))
     with searching_model(model, space, search.family, "floor", search.rotations) as bank:
@@ -445,7 +441,7 @@ def reference_gradient(model, bank, search):
     finally:
         SearchLinear.forward = original
     loss = task_loss(search.config.objective, out, TOKENS, None)
-    loss = loss + budget_penalty(search.config, search.soft_average(offsets), 5.0)
+    loss = loss + budget_penalty(search.config.descent, search.soft_average(offsets), 5.0)
     return torch.autograd.grad(loss, [search.rotations.matrices])[0]
 
 
@@ -461,15 +457,14 @@ def text_batches(count=8):
     return list(torch.tensor(list(text)).reshape(count, 4, 64))
 
 
-@pytest.mark.parametrize("rotation", ["shared", "per_block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_learning_lowers_the_loss_and_leaves_rotations(make_tiny, tmp_path, dtype, rotation):
+def test_learning_lowers_the_loss_and_leaves_rotations(make_tiny, tmp_path, dtype):
     model = make_tiny("llama", train_steps=300, dtype=dtype).model
     before = snapshot(model)
     losses = {}
     for rate in (0.0, 3.0):
         settings = {**LEARN, "steps": 40, "evaluate_every": 39, "rotation_lr": rate}
-        config = SearchConfig(**settings, rotation=rotation)
+        config = search_config(**settings)
         result = dmx.search(model, text_batches(), dmx.Budget(4.5), config)
         losses[rate] = result.history[-1]["hard_loss"]
         check_same(model, before)
@@ -477,41 +472,38 @@ def test_learning_lowers_the_loss_and_leaves_rotations(make_tiny, tmp_path, dtyp
     saved = Assignment.load(result.assignment.save(tmp_path / "assignment.json"))
     assert saved.transform["file"] == "transform.safetensors"
     matrices = read_rotations((tmp_path / "transform.safetensors").read_bytes(), "file")
-    assert {m.ndim for m in matrices.values()} == {2 if rotation == "shared" else 3}
     assert not torch.equal(next(iter(matrices.values())), hadamard_block())
 
 
 def test_a_rate_of_zero_is_the_search_with_the_hadamard_matrix(make_tiny):
     model = make_tiny("llama").model
     found = [
-        dmx.search(model, [TOKENS], dmx.Budget(5.0), SearchConfig(**{**LEARN, **extra}))
+        dmx.search(model, [TOKENS], dmx.Budget(5.0), search_config(**{**LEARN, **extra}))
         for extra in ({"rotation_lr": 0.0}, {"transform": "hadamard_block"})
     ]
     assert np.allclose(found[0].raw_offsets, found[1].raw_offsets, atol=1e-3)
     assert found[0].assignment.formats == found[1].assignment.formats
 
 
-@pytest.mark.parametrize("per_block", ["shared", "per_block"])
-def test_learning_goes_with_every_other_setting(make_tiny, per_block):
-    """Starts from a scan of the model with the Hadamard matrix; checkpointing changes no number."""
+def test_checkpointing_changes_no_number_of_a_search_that_learns(make_tiny):
     model = make_tiny("smollm2", train_steps=300).model
     before = snapshot(model)
-    settings = {**LEARN, "start": "fisher", "penalty": "exact", "rotation": per_block}
+    settings = {**LEARN, "penalty": "exact"}
     found = [
         dmx.search(
             model, text_batches(2), dmx.Budget(5.0),
-            SearchConfig(**settings, include_lm_head=True, gradient_checkpointing=on),
+            search_config(**settings, include_lm_head=True, gradient_checkpointing=on),
         )
         for on in (False, True)
     ]  # fmt: skip
     check_same(model, before)
     assert np.allclose(found[0].raw_offsets, found[1].raw_offsets, atol=1e-4)
     rotations = Transform.of(found[0].assignment).rotations
-    assert rotations["lm_head"].ndim == (2 if per_block == "shared" else 3)
+    assert "lm_head" in rotations
 
 
 def test_a_resumed_search_ends_with_the_same_rotations(make_tiny, tmp_path):
-    model, config = make_tiny("llama").model, SearchConfig(**LEARN, rotation="per_block")
+    model, config = make_tiny("llama").model, search_config(**LEARN)
     whole = dmx.search(model, [TOKENS], dmx.Budget(5.0), config, folder=tmp_path / "whole")
     original = DifferentiableSearch.take_step
 
@@ -532,7 +524,7 @@ def test_a_resumed_search_ends_with_the_same_rotations(make_tiny, tmp_path):
     assert whole.assignment.content("transform") == again.assignment.content("transform")
     histories = [(tmp_path / n / "history.jsonl").read_bytes() for n in ("whole", "died")]
     assert histories[0] == histories[1]
-    other = SearchConfig(**{**LEARN, "rotation_lr": 2.0}, rotation="per_block")
+    other = search_config(**{**LEARN, "rotation_lr": 2.0})
     with pytest.raises(RunError, match="other settings"):
         dmx.search(model, [TOKENS], dmx.Budget(5.0), other, folder=tmp_path / "died")
 
@@ -541,7 +533,7 @@ def test_a_resumed_search_ends_with_the_same_rotations(make_tiny, tmp_path):
 def test_a_polish_measures_the_transformed_model(make_tiny, tmp_path, name):
     model = make_tiny("smollm2", train_steps=300).model
     before = snapshot(model)
-    config = SearchConfig(**{**LEARN, "transform": name}, polish_rounds=1)
+    config = search_config(**{**LEARN, "transform": name}, polish_rounds=1)
     result = dmx.search(model, [TOKENS], dmx.Budget(5.0), config, folder=tmp_path)
     check_same(model, before)
     reference = logits(model)
@@ -555,7 +547,9 @@ def test_a_polish_measures_the_transformed_model(make_tiny, tmp_path, name):
 
 def test_fixed_layers_are_rotated_and_pass_the_gradient(make_tiny):
     model = make_tiny("llama", train_steps=300).model
-    config = SearchConfig(**{**LEARN, "steps": 2}, fixed={"*down_proj": "mxfp4", "*v_proj": "bf16"})
+    config = search_config(
+        **{**LEARN, "steps": 2}, fixed={"*down_proj": "mxfp4", "*v_proj": "bf16"}
+    )
     result = dmx.search(model, text_batches(2), dmx.Budget(5.0), config)
     rotations = Transform.of(result.assignment).rotations
     down = rotations["model.layers.0.mlp.down_proj"]
@@ -572,30 +566,32 @@ def test_fixed_layers_are_rotated_and_pass_the_gradient(make_tiny):
     ("settings", "says"),
     [
         ({"transform": "haddamard_block"}, "hadamard_block"),
-        ({"rotation": "each"}, "shared, per_block"),
         ({"transform": "learned", "name": "kl"}, "only the differentiable search learns"),
-        ({"transform_file": "a.safetensors"}, "needs search.transform=learned"),
+        ({"rotation_file": "a.safetensors"}, "needs search.transform=learned"),
         ({"transform": "hadamard_block", "target": "vllm"}, "rotates inputs at run time"),
-        ({"rotation_lr": -1.0}, "search.rotation_lr"),
-        ({"rotation_momentum": 1.0}, "search.rotation_momentum"),
+        ({"rotation_lr": -1.0}, "search.rotation.lr"),
+        ({"rotation_momentum": 1.0}, "search.rotation.momentum"),
         ({"residual_block": 0}, "search.residual_block"),
+        ({"residual_block": 64}, "residual_block=64 needs search.transform=hadamard_full"),
     ],
 )
 def test_settings_that_make_no_sense(settings, says):
     with pytest.raises((SearchConfigError, FormatError), match=says):
-        SearchConfig(**settings)
+        search_config(**settings)
 
 
 def test_uniform_rows_carry_the_transform_and_need_a_file_for_learned_ones(make_tiny, tmp_path):
     model, block_format = make_tiny("llama").model, get_block_format("mxfp4")
     for name in ALL[:2]:
-        made = uniform_assignment(model, block_format, SearchConfig(name="uniform", transform=name))
+        made = uniform_assignment(
+            model, block_format, search_config(name="uniform", transform=name)
+        )
         assert made.transform["name"] == name
-    with pytest.raises(SearchConfigError, match=r"search\.transform_file="):
-        uniform_assignment(model, block_format, SearchConfig(transform="learned"))
+    with pytest.raises(SearchConfigError, match=r"search\.rotation\.file="):
+        uniform_assignment(model, block_format, search_config(transform="learned"))
     path = tmp_path / "t.safetensors"
     path.write_bytes(write_rotations(learned(model).rotations))
-    config = SearchConfig(name="uniform", transform="learned", transform_file=str(path))
+    config = search_config(name="uniform", transform="learned", rotation_file=str(path))
     made = uniform_assignment(model, block_format, config)
     assert made.transform["run_time"]["elements"] == 8 * 1024
     assert made.transform["run_time"]["bits_per_element"] == pytest.approx(8 * 1024 * 16 / 73728)
@@ -625,7 +621,7 @@ def damaged(content, kind):
 
 DAMAGE = {
     "bytes": "no safetensors file", "orthogonality": "not orthogonal", "nan": "not orthogonal",
-    "dtype": "expected float32", "size": "expected float32", "blocks": "has 7 blocks there",
+    "dtype": "expected float32", "size": "expected float32", "blocks": "one rotation for all blocks",
     "missing": "lacks model.layers", "unknown": "holds model.layers.9",
 }  # fmt: skip
 
@@ -635,7 +631,7 @@ def test_a_damaged_or_foreign_file_is_refused(make_tiny, tmp_path, kind):
     model = make_tiny("llama").model
     before, path = snapshot(model), tmp_path / "transform.safetensors"
     path.write_bytes(damaged(write_rotations(learned(model).rotations), kind))
-    config = SearchConfig(name="random", transform="learned", transform_file=str(path))
+    config = search_config(name="random", transform="learned", rotation_file=str(path))
     with pytest.raises(AssignmentError, match=DAMAGE[kind]):
         search_space(model, config)
     assignment = uniform(model, learned(model))
@@ -650,7 +646,7 @@ def test_a_file_that_changed_or_is_gone_is_refused(make_tiny, tmp_path):
     before = snapshot(model)
     saved = Assignment.load(uniform(model, learned(model)).save(tmp_path / "assignment.json"))
     file = tmp_path / "transform.safetensors"
-    file.write_bytes(write_rotations(learned(model, per_block=True).rotations))
+    file.write_bytes(write_rotations(learned(model, search_config(include_lm_head=True)).rotations))
     with pytest.raises(AssignmentError, match=r"SHA-256 .* damaged or of another search"):
         dmx.apply(model, saved)
     file.unlink()
@@ -660,8 +656,8 @@ def test_a_file_that_changed_or_is_gone_is_refused(make_tiny, tmp_path):
 
 
 def test_a_missing_transform_file_is_named(make_tiny):
-    config = SearchConfig(name="kl", transform="learned", transform_file="nowhere.safetensors")
-    with pytest.raises(AssignmentError, match=r"search\.transform_file=nowhere"):
+    config = search_config(name="kl", transform="learned", rotation_file="nowhere.safetensors")
+    with pytest.raises(AssignmentError, match=r"search\.rotation\.file=nowhere"):
         search_space(make_tiny("llama").model, config)
 
 
@@ -740,7 +736,7 @@ def test_what_a_transform_costs_is_stated(make_tiny):
 def test_models_that_cannot_be_rotated_as_a_whole_say_so(make_tiny):
     model = make_tiny("llama").model
     model.model.layers[0].extra = nn.Linear(64, 64)
-    config = SearchConfig(name="random", transform="hadamard_full", exclude=["*extra"])
+    config = search_config(name="random", transform="hadamard_full", exclude=["*extra"])
     with pytest.raises(ModelError, match="cannot be rotated"):
         dmx.search(model, [TOKENS], dmx.Budget(5.0), config)
-    dmx.search(model, [TOKENS], dmx.Budget(5.0), SearchConfig(name="random", exclude=["*extra"]))
+    dmx.search(model, [TOKENS], dmx.Budget(5.0), search_config(name="random", exclude=["*extra"]))

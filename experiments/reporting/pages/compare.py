@@ -117,8 +117,8 @@ def conditions(record: Record) -> list[str]:
         search = search_settings(record)
         parts.append(
             f"Units: {search['units']}; family {search['family']}; scale rule {search['scale_rule']}; "
-            f"dMX: {search['steps']} steps, {search['objective']}, lr {search['lr']:g}, momentum "
-            f"{search['momentum']:g}; scans on {search['score_batches'] or 'all'} batches."
+            f"dMX: {search['steps']} steps, {search['objective']}, lr {search['descent.lr']:g}, momentum "
+            f"{search['descent.momentum']:g}; scans on {search['score_batches'] or 'all'} batches."
         )
     versions = ", ".join(f"{k} {record.versions[k]}" for k in ("torch", "transformers"))
     parts.append(f"Device: {record.device.name}; {versions}; {record.finished[:10]}.")

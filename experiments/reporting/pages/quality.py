@@ -13,6 +13,7 @@ from ..groups import Group, bits_unit, budget_cell
 from ..markdown import markdown
 from ..plots.budgets import BudgetPoint, difference_figure
 from ..pooling import (
+    DESCENT,
     USUAL,
     Presets,
     Table,
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _STATED = (
-    "family", "score_batches", "steps", "objective", "penalty", "gradient_scale", "lr",
-    "lr_schedule", "momentum", "start",
+    "family", "score_batches", "steps", "objective", "descent.penalty", "descent.gradient_scale",
+    "descent.lr", "descent.lr_schedule", "descent.momentum",
 )  # fmt: skip
 """Named once on the page; heuristics have the first two."""
 _MADE_BY_MODEL = "SmolLM2-135M"
@@ -304,7 +305,7 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
     )
     devices = sorted({r.device.name for r in records})
     versions = sorted({r.versions["torch"] for r in records})
-    asked = ", ".join(f"{key}={base[key]}" for key in _STATED)
+    asked = ", ".join(f"{key.removeprefix(DESCENT)}={base[key]}" for key in _STATED)
     units = sorted({row.budget.unit for r in records for row in r.rows if row.budget})
     made_by = [_MADE_BY] if any(r.model.id.startswith(_MADE_BY_MODEL) for r in records) else []
     shared = ""

@@ -1,0 +1,244 @@
+"""The linear layers of a model under search: their formats are set in one place, the bank.
+
+The layers see 0-d views of the annealed offsets; the raw offsets are a parameter that the search owns, and the
+module tree of the model never holds it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.assignment.space import SearchSpace
+from dmx.formats import BlockFormat, Family, ScaleRule
+from dmx.kernels import ops
+from dmx.models.running import evaluating
+from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.numerics import path_parameters
+from dmx.transforms.block import BlockRotation, by_rotation, rotate
+from dmx.transforms.learning import LearnedRotations
+
+
+class Bank:
+    """What the layers of one search share: offsets, path parameters, and which mode is on.
+
+    mode "full": unquantized. "soft": the continuous quantizer at `offsets`. "formats": the exact
+    quantizer of `formats[unit]`, None for an unquantized unit. "units": so, but for fixed layers.
+    A layer asks for the unit of its weight and for that of its input, which mostly are one.
+    """
+
+    def __init__(self, n_units: int, family: Family, scale_rule: ScaleRule) -> None:
+        self.family = family
+        self.scale_rule = scale_rule
+        self.mode = "full"
+        self.offsets: tuple[Tensor, ...] = ()
+        self.parameters: tuple[Tensor, ...] = ()
+        self.learned: LearnedRotations | None = None
+        """Rotations that are learned in this search; layers see them in all modes but full."""
+        self.rotations: tuple[Tensor, ...] = ()
+        self.formats: list[BlockFormat | None] = [None] * n_units
+
+    def set_soft(self, offsets: Tensor) -> None:
+        """offsets: (U,) float32, with the graph back to the raw offsets."""
+        self.mode = "soft"
+        self.offsets = offsets.unbind(0)
+        self.parameters = path_parameters(offsets, self.family).unbind(0)
+        self._set_rotations()
+
+    def set_full(self) -> None:
+        self.mode = "full"
+        self.offsets = self.parameters = ()
+
+    def set_formats(self, formats: list[BlockFormat | None], *, fixed: bool = True) -> None:
+        """fixed=False leaves the layers with a fixed format unquantized."""
+        self.mode = "formats" if fixed else "units"
+        self.formats = formats
+        self.offsets = self.parameters = ()
+        self._set_rotations()
+
+    def _set_rotations(self) -> None:
+        # Each pass has a graph of its own back to the parameter.
+        self.rotations = () if self.learned is None else self.learned.views()
+
+
+class _SoftLinear(torch.autograd.Function):
+    """F.linear of the continuously quantized input and weight, both rotated by `matrix` if there is
+    one (see `rotate`).
+
+    Args:
+        offset: of the weight; its `parameters` are the row of `path_parameters`.
+        input_offset, input_parameters: None: those of the weight, whose gradient is then of both.
+
+    Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
+    keeping two more copies of every weight and activation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor,
+        parameters: Tensor, input_offset: Tensor | None, input_parameters: Tensor | None,
+        matrix: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
+        if matrix is not None:
+            x, weight = rotate(x, matrix), rotate(weight, matrix)
+        return F.linear(
+            ops.continuous_fake_quant(
+                x, input_parameters if input_parameters is not None else parameters
+            ),
+            ops.continuous_fake_quant(weight, parameters),
+            bias,
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None]:
+        x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
+        is_joint, is_rotated = input_parameters is None, matrix is not None
+        if is_joint:
+            input_parameters = parameters
+        rotated_x, rotated_weight = x, weight
+        if is_rotated:
+            rotated_x, rotated_weight = rotate(x, matrix), rotate(weight, matrix)
+        grad = grads[0]
+        flat_grad = grad.reshape(-1, grad.shape[-1])
+        quantized_x = ops.continuous_fake_quant(rotated_x, input_parameters)
+        grad_weight, by_weight = ops.continuous_fake_quant_backward(
+            flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1]),
+            rotated_weight,
+            parameters,
+            needs_grad_x=is_rotated,
+        )
+        grad_x, by_input = ops.continuous_fake_quant_backward(
+            grad @ ops.continuous_fake_quant(rotated_weight, parameters), rotated_x, input_parameters,
+            needs_grad_x=is_rotated or ctx.needs_input_grad[0],
+        )  # fmt: skip
+        grad_matrix = None
+        if is_rotated:
+            assert grad_x is not None and grad_weight is not None
+            grad_matrix = by_rotation(x, grad_x) + by_rotation(weight, grad_weight)
+            grad_x = rotate(grad_x, matrix.mT)
+        if is_joint:
+            return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix
+        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix
+
+
+class BankLinear(nn.Linear):
+    """A linear layer under the bank of a search."""
+
+    bank: Bank
+    input_transform: BlockRotation | None
+    rotation: int | None
+    """Of bank.rotations; then `weight` is the one that is not rotated."""
+
+    def matrix(self) -> Tensor | None:
+        """The learned rotation, where one counts in this mode."""
+        if self.rotation is None or self.bank.mode == "full":
+            return None
+        return self.bank.rotations[self.rotation]
+
+    def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Input and weight of the product that is quantized: rotated, where there is a rotation."""
+        if (matrix := self.matrix()) is not None:
+            return rotate(x, matrix), rotate(self.weight, matrix)
+        return (x if self.input_transform is None else self.input_transform(x)), self.weight
+
+
+class SearchLinear(BankLinear):
+    """A layer whose format is set through the bank."""
+
+    weight_unit: int
+    input_unit: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        bank = self.bank
+        if bank.mode == "soft":
+            if self.input_transform is not None:
+                x = self.input_transform(x)
+            is_joint = self.input_unit == self.weight_unit
+            result: Tensor = _SoftLinear.apply(
+                x, self.weight, self.bias,
+                bank.offsets[self.weight_unit], bank.parameters[self.weight_unit],
+                None if is_joint else bank.offsets[self.input_unit],
+                None if is_joint else bank.parameters[self.input_unit],
+                self.matrix(),
+            )  # fmt: skip
+            return result
+        x, weight = self.operands(x)
+        if bank.mode in ("formats", "units"):
+            x, weight = (
+                self._quantized(x, self.input_unit),
+                self._quantized(weight, self.weight_unit),
+            )
+        return F.linear(x, weight, self.bias)
+
+    def _quantized(self, x: Tensor, unit: int) -> Tensor:
+        block_format = self.bank.formats[unit]
+        if block_format is None:
+            return x
+        return ops.fake_quant(x, block_format, scale_rule=self.bank.scale_rule)
+
+
+class FixedLinear(BankLinear):
+    """A layer with a fixed format that still lets gradients through to the layers before it."""
+
+    block_format: BlockFormat
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self.operands(x)
+        if self.bank.mode not in ("full", "units"):
+            x, weight = self._quantized(x), self._quantized(weight)
+        return F.linear(x, weight, self.bias)
+
+    def _quantized(self, x: Tensor) -> Tensor:
+        """Straight through: the quantized value, the gradient of x."""
+        value = ops.fake_quant(x.detach(), self.block_format, scale_rule=self.bank.scale_rule)
+        return x + (value - x.detach()) if x.requires_grad else value
+
+
+@contextmanager
+def searching_model(
+    model: nn.Module,
+    space: SearchSpace,
+    family: Family,
+    scale_rule: ScaleRule,
+    learned: LearnedRotations | None = None,
+) -> Iterator[Bank]:
+    """The model with its layers under a bank: eval mode, weights frozen; all of it undone after.
+
+    Args:
+        learned: rotations of the inputs of all these layers, which are then not transformed.
+    """
+    bank = Bank(len(space.units), family, scale_rule)
+    bank.learned = learned
+    weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
+
+    def make(name: str, linear: nn.Linear) -> nn.Linear | None:
+        layer: SearchLinear | FixedLinear
+        if name in weight_unit:
+            layer = adopt(SearchLinear, linear)
+            layer.weight_unit, layer.input_unit = weight_unit[name], input_unit[name]
+        elif name in space.fixed:
+            layer = adopt(FixedLinear, linear)
+            layer.block_format = space.fixed[name]
+        else:
+            return None
+        layer.bank = bank
+        layer.rotation = None if learned is None else learned.input_of[name]
+        return layer
+
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    with evaluating(model):
+        originals = replace_layers(model, make)
+        try:
+            for parameter, _ in frozen:
+                parameter.requires_grad_(False)
+            yield bank
+        finally:
+            put_back(model, originals)
+            for parameter, needed in frozen:
+                parameter.requires_grad_(needed)

@@ -1,0 +1,240 @@
+"""What each unit costs at each candidate format, measured on calibration batches.
+
+    kl           KL(reference, model) of the logits, token mean, of the model with this unit alone quantized
+    fisher       sum over tokens and outputs of (gradient of the summed cross entropy)^2 times
+                 (output error)^2
+    weight_mse   squared error of the weights, on no batch
+
+The reference is the unquantized model, and a unit's score quantizes its weights and inputs together, or the one
+of them that a unit of separate choices is about. Scores are kept in score files, a file for each format.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.assignment.space import SearchSpace
+from dmx.formats import BlockFormat
+from dmx.kernels import ops
+from dmx.kernels.losses import Divergence, cross_entropy
+from dmx.models.linears import linear_layers
+from dmx.models.running import model_logits, quick_attention
+from dmx.progress import progress
+from dmx.searching.bank import Bank, SearchLinear, searching_model
+from dmx.searching.config import SearchConfig
+from dmx.searching.disturbances import Disturbances
+from dmx.searching.scores import ScoreFile
+from dmx.state import code_version
+
+PARTIAL_SUMS = 512
+"""Partial sums of a score: programs of a kernel add to their own, in an order that stays."""
+
+
+class Scan:
+    """Scores of every unit at candidate formats, from batches; kept in score files."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Tensor],
+        space: SearchSpace,
+        config: SearchConfig,
+        *,
+        fingerprint: dict[str, Any],
+        folder: Path | None,
+    ) -> None:
+        self.model, self.space, self.config = model, space, config
+        self.batches = list(batches)[: config.score_batches]
+        self.fingerprint, self.folder = fingerprint, folder
+        self.device = next(model.parameters()).device
+
+    def _file(self, kind: str, block_format: BlockFormat) -> ScoreFile:
+        key = {
+            "kind": kind,
+            "format": block_format.name,
+            "scale_rule": self.config.scale_rule,
+            "units": [[u.name, list(u.layers)] for u in self.space.units],
+            "fixed": {k: str(v) for k, v in self.space.fixed.items()},
+            "code": code_version(__name__),
+            "score_batches": len(self.batches),
+            **self.fingerprint,
+        }
+        if kind == "weight_mse":  # weights alone: any data gives the same scores
+            del key["score_batches"], key["batches"]
+        return ScoreFile(self.folder, key)
+
+    def kl(self, candidates: Sequence[int]) -> np.ndarray:
+        """(U, len(candidates)) KL of each unit alone at each candidate, nats/token."""
+        return self._collect("kl", candidates, self._scan_kl)
+
+    def fisher(self) -> np.ndarray:
+        """(U, F); see the module's docstring."""
+        return self._collect("fisher", range(len(self.space.formats)), self._scan_fisher)
+
+    def weight_mse(self) -> np.ndarray:
+        """(U, F) sum of squared weight errors."""
+        return self._collect("weight_mse", range(len(self.space.formats)), self._scan_weights)
+
+    def _collect(
+        self,
+        kind: str,
+        candidates: Sequence[int],
+        scan: Callable[[list[BlockFormat], list[ScoreFile]], None],
+    ) -> np.ndarray:
+        formats = [self.space.formats[c] for c in candidates]
+        files = [self._file(kind, f) for f in formats]
+        parts = self._parts(kind)
+        self._memory: dict[str, tuple[np.ndarray, int]] = {}
+        missing = [
+            (f, file)
+            for f, file in zip(formats, files, strict=True)
+            if (kept := file.load()) is None or kept[1] < parts
+        ]
+        if missing:
+            scan([f for f, _ in missing], [file for _, file in missing])
+        columns = []
+        for block_format, file in zip(formats, files, strict=True):
+            scores = self._memory.get(block_format.name) or file.load()
+            assert scores is not None and scores[1] == parts
+            columns.append(scores[0])
+        return np.stack(columns, axis=1)
+
+    def _parts(self, kind: str) -> int:
+        """How many parts a scan counts for its resumption."""
+        return 1 if kind == "weight_mse" else len(self.batches)
+
+    def _save(
+        self, block_format: BlockFormat, file: ScoreFile, values: np.ndarray, done: int
+    ) -> None:
+        self._memory[block_format.name] = (values.copy(), done)
+        file.save(values, done)
+
+    # kl: parts are batches ---------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scan_kl(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        n_units, n_batches = len(self.space.units), len(self.batches)
+        sums, done = _partial(files, n_units)
+        changes = [(u, f) for u in range(n_units) for f in formats]
+        with (
+            searching_model(
+                self.model, self.space, self.config.format_family, self.config.scale_rule
+            ) as bank,
+            progress("kl scan", n_batches * len(changes), done=done * len(changes)) as advance,
+            quick_attention(self.model, self.batches[0]),
+        ):
+            disturbances = Disturbances(
+                self.model, bank, self.space, self.batches[0].to(self.device)
+            )
+            for index in range(done, n_batches):
+                tokens = self.batches[index].to(self.device)
+                reference = disturbances.start(tokens, [None] * n_units, fixed=False)
+                kls = disturbances.kl_sums(changes, Divergence(reference), advance).cpu().numpy()
+                sums += kls.reshape(n_units, -1) / (tokens.numel() * n_batches)
+                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
+                    self._save(block_format, file, sums[:, column], index + 1)
+
+    # fisher: parts are batches -----------------------------------------------------------------
+
+    def _scan_fisher(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        n_units = len(self.space.units)
+        sums, done = _partial(files, n_units)
+        with (
+            searching_model(
+                self.model, self.space, self.config.format_family, self.config.scale_rule
+            ) as bank,
+            progress("fisher scan", len(self.batches), done=done) as advance,
+        ):
+            for index in range(done, len(self.batches)):
+                tokens = self.batches[index].to(self.device)
+                totals = torch.zeros(
+                    n_units, len(formats), PARTIAL_SUMS, dtype=torch.float32, device=self.device
+                )
+                self._fisher_pass(bank, tokens, formats, totals)
+                sums += totals.double().sum(-1).cpu().numpy() / len(self.batches)
+                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
+                    self._save(block_format, file, sums[:, column], index + 1)
+                advance("")
+
+    def _fisher_pass(
+        self, bank: Bank, tokens: Tensor, formats: list[BlockFormat], totals: Tensor
+    ) -> None:
+        """One forward and backward of the unquantized model, which adds to totals (U, F, :)."""
+        bank.set_full()
+        handles = []
+
+        def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
+            x, _ = layer.operands(inputs[0].detach())
+            if output.requires_grad:
+                output.register_hook(
+                    lambda grad: _add_fisher(
+                        layer, x, grad, formats, self.config.scale_rule, totals
+                    )
+                )
+
+        for module in self.model.modules():
+            if isinstance(module, SearchLinear):
+                handles.append(module.register_forward_hook(watch))
+        try:
+            embedding = self.model.get_input_embeddings()  # type: ignore[operator]
+            with torch.enable_grad():
+                # Gradients flow from the embeddings' output on; no weight needs one.
+                starts = embedding.register_forward_hook(
+                    lambda _m, _i, out: out.detach().requires_grad_()
+                )
+                handles.append(starts)
+                logits = model_logits(self.model, tokens)
+                n_predictions = tokens.shape[0] * (tokens.shape[1] - 1)
+                (cross_entropy(logits, tokens) * n_predictions).backward()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # weights: one part -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _scan_weights(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+        layers = linear_layers(self.model)
+        rule = self.config.scale_rule
+        for block_format, file in zip(formats, files, strict=True):
+            sums = np.zeros(len(self.space.units))
+            for u, unit in enumerate(self.space.units):
+                weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
+                for weight in weights.values():
+                    quantized = ops.fake_quant(weight.detach(), block_format, scale_rule=rule)
+                    error = quantized.float() - weight.float()
+                    sums[u] += float(error.square().sum(dtype=torch.float64))
+            self._save(block_format, file, sums, 1)
+
+
+@torch.no_grad()
+def _add_fisher(
+    layer: SearchLinear,
+    x: Tensor,
+    grad: Tensor,
+    formats: list[BlockFormat],
+    scale_rule: Any,
+    totals: Tensor,
+) -> None:
+    exact = F.linear(x, layer.weight)
+    for unit in sorted({layer.weight_unit, layer.input_unit}):
+        for column, block_format in enumerate(formats):
+            operands = (
+                ops.fake_quant(t, block_format, scale_rule=scale_rule) if own == unit else t
+                for t, own in ((x, layer.input_unit), (layer.weight, layer.weight_unit))
+            )
+            ops.add_fisher(grad, exact, F.linear(*operands), totals[unit, column])
+
+
+def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:
+    """Sums (U, files) and the number of parts that all of the files hold; zeros when they differ."""
+    kept = [file.load() for file in files]
+    done = {0 if scores is None else scores[1] for scores in kept}
+    if len(done) != 1 or done == {0}:
+        return np.zeros((n_units, len(files))), 0
+    return np.stack([scores[0] for scores in kept if scores is not None], axis=1), done.pop()
