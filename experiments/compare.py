@@ -16,7 +16,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.data import DataPair
 from dmx.formats import BitUnit, check_choice
 from dmx.models import ModelConfig
-from dmx.searching.config import SearchSettings
+from dmx.searching import SearchSettings
 from dmx.weights.config import WEIGHTS, GptqConfig
 from dmx.weights.learned import LearnConfig
 

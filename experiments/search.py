@@ -14,8 +14,7 @@ from dmx.assignment.budget import Budget
 from dmx.data import DataPair
 from dmx.formats import check_choice
 from dmx.models import ModelConfig, meta_model
-from dmx.searching import search_space
-from dmx.searching.config import SearchSettings
+from dmx.searching import SearchSettings, search_space
 from dmx.weights.config import WEIGHTS, GptqConfig
 from dmx.weights.learned import LearnConfig
 
@@ -46,7 +45,6 @@ class SearchRun:
     evaluation: EvaluationConfig
     budget: Budget
     search: SearchSettings
-    """Of the search; `score_batches` also of the baselines that scan."""
     baselines: list[str]
     """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
     heuristics."""

@@ -6,9 +6,8 @@ from rich.table import Table
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError
 from dmx.files import write_json
-from dmx.searching import search_space
+from dmx.searching import SearchSettings, search_space
 from dmx.searching.ablation import unit_ablation
-from dmx.searching.config import SearchSettings
 from dmx.transforms.stage import Transform, transformed
 
 from .bench import Bench
