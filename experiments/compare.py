@@ -58,7 +58,7 @@ class CompareRun:
     safety: str
     """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
     weights: list[str]
-    """nearest, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
+    """nearest, mse, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
     gptq: GptqConfig
     learn: LearnConfig
     training: settings.TrainingConfig

@@ -52,7 +52,8 @@ class SearchRun:
     """Time a plain training step first, say how long the run will take here, and count its work in
     such steps."""
     weights: str
-    """nearest | gptq | learned: every searched assignment is measured a second time, with such weights."""
+    """nearest | mse | gptq | learned: every searched assignment is measured a second time, with such
+    weights."""
     gptq: GptqConfig
     learn: LearnConfig
     training: TrainingConfig

@@ -148,12 +148,12 @@ def from_tensors(
 
 
 def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
-    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest.
+    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest, by whatever rule.
 
     Raises:
         AssignmentError: its file is missing, damaged, or does not fit the assignment.
     """
-    if assignment.weights is None:
+    if assignment.weights is None or "file" not in assignment.weights:
         return {}
     return from_bytes(assignment.content("weights"), assignment.formats, assignment.shapes)
 

@@ -33,7 +33,16 @@ from dmx.assignment.file import (
 from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
-from dmx.formats import BIT_UNITS, OPERANDS, BlockFormat, Format, Operand, ScaleRule, get_format
+from dmx.formats import (
+    BIT_UNITS,
+    OPERANDS,
+    BlockFormat,
+    Format,
+    Operand,
+    ScaleRule,
+    check_rule,
+    get_format,
+)
 from dmx.models.identity import architecture_sha256
 from dmx.models.linears import linear_layers
 
@@ -83,6 +92,14 @@ class Assignment:
     def rule(self, operand: Operand, block_format: BlockFormat) -> ScaleRule:
         """The scale rule of a format where an operand is quantized to it."""
         return self.scale_rules.get(operand, {}).get(block_format.name, "floor")
+
+    def with_rule(self, operand: Operand, rule: ScaleRule) -> "Assignment":
+        """This assignment with one scale rule for an operand; FormatError where the rule is not for it."""
+        check_rule(rule, operand, f"scale_rules.{operand}")
+        used = {f.name for f in self.block_formats(operand).values()}
+        return replace(
+            self, scale_rules={**self.scale_rules, operand: dict.fromkeys(sorted(used), rule)}
+        )
 
     def artifact(self, kind: ArtifactKind) -> Path:
         """Path of the file that the transform or the weights name, with its SHA-256 checked.

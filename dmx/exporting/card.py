@@ -119,15 +119,15 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
             f"All tensors: {size['total']:,} bytes."
         ]
     if stage := assignment.weights:
-        how = (
-            "learned under these formats"
-            if stage["name"] == "learned"
-            else (f"rounded by {stage['name'].upper()}")
+        name, tokens = (
+            stage["name"],
+            f"on {stage.get('tokens', 0):,} tokens, not rounded to nearest",
         )
-        lines += [
-            "",
-            f"Weights {how} on {stage.get('tokens', 0):,} tokens, not rounded to nearest.",
-        ]
+        said = {
+            "learned": f"Weights learned under these formats {tokens}.",
+            "mse": "Weights rounded to nearest, each block with the scale of least squared error.",
+        }
+        lines += ["", said.get(name, f"Weights rounded by {name.upper()} {tokens}.")]
     if facts["head_apart"]:
         lines += [
             "",

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from dmx.errors import RunError
 
-WEIGHTS = ("nearest", "gptq", "learned")
-"""What `weights` may say: nearest leaves them to the format, gptq rounds them on calibration data, learned
-trains them under their formats."""
+WEIGHTS = ("nearest", "mse", "gptq", "learned")
+"""What `weights` may say: nearest leaves them to the format and its scale rule, mse takes that rule for all
+of them, gptq rounds them on calibration data, learned trains them under their formats."""
 
 
 @dataclass(kw_only=True)

@@ -202,7 +202,7 @@ class Method(Stored):
     )
     """none | hadamard_block | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
-    """What became of the weights after the choice: nearest | gptq | learned"""
+    """What became of the weights after the choice: nearest | mse | gptq | learned"""
     net: bool = dimension(False, label=lambda _: "net")
     """mor's safety net was around the quantizers."""
     quantized: str | None = dimension(None, title=lambda sides: sides or "")

@@ -189,11 +189,14 @@ class Bench:
                 self.rows(f"{stem}.{weights}.json", changed)
 
     def _changed(self, stage: str, nearest: Assignment, seed: int, folder: Path) -> Assignment:
-        """The assignment of a search with its weights rounded by GPTQ, or learned.
+        """The assignment of a search with the scales of its weights by least squared error, with its
+        weights rounded by GPTQ, or learned.
 
         Args:
             folder: what a stopped stage goes on from.
         """
+        if stage == "mse":
+            return dataclasses.replace(nearest.with_rule("weight", "mse"), weights={"name": "mse"})
         clock, cuda = Stopwatch(), self.run.device.type == "cuda"
         if cuda:
             torch.cuda.reset_peak_memory_stats(self.run.device)

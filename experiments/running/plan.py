@@ -164,7 +164,7 @@ class SearchPlan:
     baselines: Sequence[str]
     """bf16, uniform (every MX format) or names of MX formats, heuristics."""
     weights: str
-    """nearest | gptq | learned"""
+    """nearest | mse | gptq | learned"""
     quantized: Sequence[str]
     """Of each assignment: W+A, W."""
 

@@ -37,6 +37,9 @@ def method_of(
     search = assignment.search
     name, formats = search.name, set(assignment.formats.values()) - {"bf16"}
     is_searched = name not in (None, "uniform")
+    stage, rules = _stage_of(assignment), assignment.scale_rules
+    if stage == "mse":  # says the rules of the weights
+        rules = {operand: rules[operand] for operand in rules if operand != "weight"}
     family = search.family
     separate = search.choices == "separate" or bool(assignment.unequal)
     return Method(
@@ -45,7 +48,7 @@ def method_of(
         origin=origin,
         polish=bool(search.polish_rounds),
         transform=str((assignment.transform or {}).get("name", "none")),
-        weights=str((assignment.weights or {}).get("name", "nearest")),
+        weights=stage,
         net=net,
         quantized=quantized,
         family=None
@@ -55,8 +58,17 @@ def method_of(
         else " ".join(family),
         units=assignment.units if is_searched else None,
         choices="separate" if separate else "joint",
-        scale_rules=scale_rules_text(assignment.scale_rules),
+        scale_rules=scale_rules_text(rules),
     )
+
+
+def _stage_of(assignment: Assignment) -> str:
+    """What became of the weights; mse also where nothing but the scale rules says it."""
+    if assignment.weights is not None:
+        return str(assignment.weights["name"])
+    formats = assignment.block_formats("weight").values()
+    rules = {assignment.rule("weight", block_format) for block_format in formats}
+    return "mse" if rules == {"mse"} else "nearest"
 
 
 def scale_rules_text(rules: ScaleRules) -> str:

@@ -16,6 +16,7 @@ import mor
 from dmx.errors import RunError
 from dmx.files import write_json
 from dmx.kernels import ops
+from dmx.weights.config import WEIGHTS
 
 from ..reporting.record import (
     ExportFacts,
@@ -39,8 +40,10 @@ from .settings import RunConfig
 
 SOURCES = tuple(Path(str(package.__file__)).parent for package in (dmx, mor))
 FILES = (
-    "assignment.json", "assignment.gptq.json", "assignment.learned.json", "record.json", "report.html",
-)  # fmt: skip
+    *(f"assignment{stage}.json" for stage in ("", *(f".{name}" for name in WEIGHTS[1:]))),
+    "record.json",
+    "report.html",
+)
 """Named at the end of a run, where they are there."""
 
 _R = TypeVar("_R", Row, TrainingRow)

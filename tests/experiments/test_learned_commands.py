@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from dmx.assignment.assignment import Assignment
 from experiments import compare, evaluate, search
 
 TINY = [
@@ -22,16 +23,19 @@ GIVEN = [a for a in TINY if not a.startswith(("search", "learn", "training"))]
 def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_path):
     arguments = [
         *TINY, "searches=[fisher,differentiable]", "search.steps=3", "budgets=[4.7]", "baselines=[]",
-        "weights=[nearest,gptq,learned]", "gptq.batches=2", "learn.held_batches=1", "seeds=2",
+        "weights=[nearest,mse,learned]", "learn.held_batches=1", "seeds=2",
     ]  # fmt: skip
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
     record = record_of(tmp_path / "run")
     rows = record.rows
-    ends = ["", " + gptq", " + learned weights"]
+    ends = ["", " + mse", " + learned weights"]
     assert [r.label for r in rows[:6]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
     assert len(rows) == 12 and all(len({r.nll for r in rows[i : i + 3]}) == 3 for i in (0, 3, 6, 9))
     assert len({r.method.kind for r in rows}) == 3, "compared with equal weights alone"
+    mse = Assignment.load(tmp_path / "run" / rows[1].assignment)
+    assert set(mse.scale_rules["weight"].values()) == {"mse"} and mse.weights == {"name": "mse"}
+    assert set(mse.scale_rules["input"].values()) == {"floor"}
     learned = [r for r in rows if r.method.weights == "learned"]
     for row in learned:
         facts = row.weights
