@@ -191,7 +191,7 @@ class Run:
             out.print(text, markup=False)
         for name in FILES:
             if self.path(name).exists():
-                out.print(f"{name:20} {self.path(name)}", soft_wrap=True, highlight=False)
+                out.print(f"{name:24} {self.path(name)}", soft_wrap=True, highlight=False)
 
     def _note_warning(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,
