@@ -26,6 +26,8 @@ class SearchFacts:
     """The other tool whose choice was imported."""
     kl: float | None = None
     """After the polish, on its batches; nats/token."""
+    searched_under: str | None = None
+    """Scale rule that the search knew, where the assignment's own rules are others."""
     steps: int | None = None
     """Optimizer steps of a search that descends."""
     seconds: float | None = None

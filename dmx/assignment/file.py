@@ -108,7 +108,7 @@ def _used(body: Mapping[str, Any], operand: Operand) -> list[str]:
 def used_rules(
     stated: ScaleRules | ScaleRule, formats: Mapping[str, str], inputs: Mapping[str, str] | None
 ) -> dict[Operand, dict[str, ScaleRule]]:
-    """operand -> format -> scale rule with every format that is used, `floor` where nothing is said.
+    """operand -> format -> scale rule of the formats that are used, `floor` where nothing is said.
 
     Args:
         stated: rules of some formats, or one rule for all.
@@ -123,7 +123,8 @@ def used_rules(
         if isinstance(stated, str):
             rules[operand] = dict.fromkeys(used, stated)
         else:
-            rules[operand] = {**dict.fromkeys(used, FLOOR), **stated.get(operand, {})}
+            known = stated.get(operand, {})
+            rules[operand] = {name: known.get(name, FLOOR) for name in used}
         for name, rule in rules[operand].items():
             check_rule(rule, operand, f"scale_rules.{operand}.{name}")
     return rules
