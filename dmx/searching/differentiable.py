@@ -28,16 +28,16 @@ from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
 from dmx.files import write_atomic, write_text
 from dmx.models.checkpointing import checkpointing
+from dmx.models.graph import GraphedStep
+from dmx.models.processes import Processes
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
 from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig, SearchConfigError
 from dmx.searching.descent import along_budget, element_scale, shift_to_average
-from dmx.searching.graph import GraphedStep
 from dmx.searching.objective import budget_penalty, task_loss
 from dmx.searching.offsets import anneal, harden, preference
-from dmx.searching.processes import Processes
 from dmx.searching.transforming import transformed_layers
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.learning import LearnedRotations

@@ -40,13 +40,13 @@ from dmx.errors import RunError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import Divergence
+from dmx.models.processes import Processes
 from dmx.models.running import model_logits, quick_attention
 from dmx.progress import Stopwatch, progress
 from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig
 from dmx.searching.disturbances import Change, Disturbances
 from dmx.searching.gains import HANDFUL, Gains
-from dmx.searching.processes import Processes
 from dmx.state import State, StateFile, code_version
 
 STATE_FILE = "polish_state.safetensors"

@@ -111,7 +111,8 @@ def search(
     where = None if folder is None else Path(folder)
     if score_folder is None and where is not None:
         score_folder = where / "scores"
-    job = _Job(model, listed, space, budget, config, where, score_folder and Path(score_folder))
+    scores = None if score_folder is None else Path(score_folder)
+    job = _Job(model, listed, space, budget, config, where, scores)
     device = next(model.parameters()).device
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (

@@ -16,8 +16,8 @@ MXFP4, weights and inputs) perplexity goes from 71 to 65 with blocks of 32, and 
 whole width; inputs alone from 33 to 23 and to 26. (That checkpoint's weights come from 4-bit blocks
 of 32, which any rotation loses.)
 
-Within a head, attention is linear in the values, so each value head turns by a Hadamard matrix in
-v_proj, and back in o_proj; query heads that share a value head turn alike.
+Within a head, attention is linear in the values, so each value head is rotated by a Hadamard matrix
+in v_proj, and back in o_proj; query heads that share a value head are rotated alike.
 
 Nothing runs at inference, and the result saves, loads and exports as any model. Tied embeddings
 are untied: the final norm goes into the head alone.
@@ -37,16 +37,8 @@ from torch import Tensor, nn
 from dmx.errors import ModelError
 from dmx.models.running import evaluating, model_logits
 from dmx.transforms.hadamard import hadamard_transform
+from dmx.transforms.stream import Block, Stream, find_stream
 
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-"""Norm of a block -> the layers that read it."""
-WRITERS = ("self_attn.o_proj", "mlp.down_proj")
-"""Layers of a block that add to the residual stream."""
-UNTOUCHED = ("self_attn.q_norm", "self_attn.k_norm")
-"""May hold Parameters: they act on the outputs of q and k, which the rotation leaves alone."""
 _ROWS_AT_ONCE = 2**24
 """Elements of a weight that are in float64 at a time (128 MiB), where its rows are independent."""
 _LOGITS_MAY_DIFFER = {torch.float32: 0.01}
@@ -68,7 +60,7 @@ def rotate_residual(
         model: Llama, SmolLM2, Qwen2, Qwen3 or another causal model of transformers of that make.
         block_size: channels that are mixed with each other; divides the hidden size. None = all.
         seed: of the signs.
-        value_heads: turn the value heads, too: each as a whole, or with a block_size in blocks of
+        value_heads: rotate the value heads, too: each as a whole, or with a block_size in blocks of
             the largest size that divides it and head_dim.
 
     Returns:
@@ -79,7 +71,7 @@ def rotate_residual(
         ModelError: a structure that is not known here, or a size without a Hadamard matrix. The
             model is then as it was.
     """
-    stream = _find_stream(model)
+    stream = find_stream(model)
     width = stream.embedding.embedding_dim
     if block_size is not None and (block_size < 1 or width % block_size):
         raise ModelError(
@@ -104,155 +96,6 @@ def rotate_residual(
     return originals.put_back
 
 
-# ---------------------------------------------------------------- what the model is made of
-
-
-@dataclass(frozen=True)
-class _Block:
-    norms: tuple[tuple[Any, tuple[nn.Linear, ...]], ...]
-    """Each norm and the layers that read it."""
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    down_proj: nn.Linear
-    head_dim: int
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """Everything that reads or writes the residual stream."""
-
-    embedding: nn.Embedding
-    blocks: tuple[_Block, ...]
-    norm: Any
-    head: nn.Linear
-
-
-def _find_stream(model: Any) -> _Stream:
-    """The one place that knows names; ModelError names the first thing that does not fit."""
-    find = _Finder(model)
-    blocks_list = find("model.layers", nn.ModuleList)
-    embedding, head = find("model.embed_tokens", nn.Embedding), find("lm_head", nn.Linear)
-    norm = find("model.norm")
-    width = embedding.embedding_dim
-    find.check_norm("model.norm", width)
-    find.check_plain("model")
-    find.check_size("lm_head", head.in_features, width)
-
-    blocks = []
-    for index in range(len(blocks_list)):
-        path = f"model.layers.{index}"
-        find.check_plain(path)
-        norms = []
-        for norm_name, reader_names in READERS.items():
-            find.check_norm(f"{path}.{norm_name}", width)
-            readers = tuple(find(f"{path}.{name}", nn.Linear) for name in reader_names)
-            norms.append((find(f"{path}.{norm_name}"), readers))
-            for name, reader in zip(reader_names, readers, strict=True):
-                find.check_size(f"{path}.{name}", reader.in_features, width)
-        o_proj, down_proj = (find(f"{path}.{name}", nn.Linear) for name in WRITERS)
-        for name, writer in zip(WRITERS, (o_proj, down_proj), strict=True):
-            find.check_size(f"{path}.{name}", writer.out_features, width)
-        (q_proj, _, v_proj), _ = (readers for _, readers in norms)
-        head_dim = getattr(find(f"{path}.self_attn"), "head_dim", 0)
-        # q_proj may hold a gate besides the queries, which o_proj's input would tell
-        find.check_size(f"{path}.self_attn.o_proj's input", o_proj.in_features, q_proj.out_features)
-        if not head_dim or v_proj.out_features % head_dim or o_proj.in_features % head_dim:
-            raise find.error(
-                f"{path}.self_attn.head_dim is {head_dim}: v_proj ({v_proj.out_features}) and "
-                f"o_proj ({o_proj.in_features}) are no whole number of heads"
-            )
-        blocks.append(_Block(tuple(norms), v_proj, o_proj, down_proj, head_dim))
-    find.check_nothing_else(embedding, head)
-    return _Stream(embedding, tuple(blocks), norm, head)
-
-
-class _Finder:
-    """Finds modules by path, and notes which Parameters they hold."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.known: set[int] = set()
-        if not hasattr(model, "all_tied_weights_keys"):
-            raise self.error("it is no model of transformers 5 or later")
-
-    def error(self, found: str) -> ModelError:
-        return ModelError(
-            f"{type(self.model).__name__} cannot be rotated: {found}. The rotation of the residual "
-            "stream knows models built as Llama, SmolLM2, Qwen2 and Qwen3 are. Search this one "
-            "without it."
-        )
-
-    def __call__(self, path: str, kind: type[nn.Module] | None = None) -> Any:
-        """The module at a path; of that very class, where one is given."""
-        try:
-            module = self.model.get_submodule(path)
-        except AttributeError:
-            raise self.error(f"it has no {path}") from None
-        if kind is not None and type(module) is not kind:
-            way_out = "; call dmx.restore(model) first" if isinstance(module, kind) else ""
-            raise self.error(
-                f"{path} is a {type(module).__name__}, not a plain nn.{kind.__name__}{way_out}"
-            )
-        return module if kind is None else self.with_values(path, module)
-
-    def with_values(self, path: str, module: nn.Module) -> Any:
-        """A module whose own Parameters will be replaced: plain, floating point, not on meta."""
-        for name, parameter in module.named_parameters(recurse=False):
-            self.known.add(id(parameter))
-            if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-                raise self.error(
-                    f"{path}.{name} is a {type(parameter).__name__} of {parameter.dtype}"
-                )
-            if parameter.is_meta:
-                raise self.error(f"{path}.{name} is on the meta device and has no values")
-        return module
-
-    def check_size(self, what: str, found: int, expected: int) -> None:
-        if found != expected:
-            raise self.error(f"{what} has {found} features where {expected} are expected")
-
-    def check_norm(self, path: str, width: int) -> None:
-        """Computes weight * x / rms(x)? Asked of the module itself: names of classes tell less."""
-        norm = self.with_values(path, self(path))
-        kind = type(norm).__name__
-        if [name for name, _ in norm.named_parameters()] != ["weight"]:
-            held = ", ".join(name for name, _ in norm.named_parameters()) or "no Parameter"
-            raise self.error(f"{path} is a {kind} with {held}, not an RMS norm with one weight")
-        weight = norm.weight
-        self.check_size(path, weight.numel(), width)
-        # A mean that is not 0 shows a LayerNorm; large values, so that epsilon does not count.
-        x = 16 * (1 + torch.randn(4, width, generator=torch.Generator().manual_seed(0)))
-        x = x.to(weight.device, weight.dtype)
-        expected = weight.float() * x.float() * x.float().square().mean(-1, keepdim=True).rsqrt()
-        rounding = max(4 * torch.finfo(weight.dtype).eps, 1e-5)
-        if not torch.allclose(norm(x).float(), expected, rtol=rounding, atol=1e-6):
-            raise self.error(f"{path} is a {kind}, which does not compute weight * x / rms(x)")
-
-    def check_plain(self, path: str) -> None:
-        """No numbers or buffers of its own, by which a forward pass could scale the stream."""
-        module = self(path)
-        own = {name: value for name, value in vars(module).items() if isinstance(value, float)}
-        own |= dict(module.named_buffers(recurse=False))
-        own |= dict(module.named_parameters(recurse=False))
-        if own:
-            name, value = next(iter(own.items()))
-            shown = value if isinstance(value, float) else f"a {type(value).__name__}"
-            raise self.error(f"{path}.{name} ({shown}) may scale the residual stream")
-
-    def check_nothing_else(self, embedding: nn.Embedding, head: nn.Linear) -> None:
-        """Every Parameter has a known place, and one place only but for tied embeddings."""
-        seen: dict[int, str] = {}
-        for path, parameter in self.model.named_parameters(remove_duplicate=False):
-            if id(parameter) not in self.known and not path.removesuffix(".weight").endswith(
-                UNTOUCHED
-            ):
-                raise self.error(f"the Parameter {path} has no place in it")
-            tied = embedding.weight is head.weight is parameter
-            if id(parameter) in seen and not tied:
-                raise self.error(f"{path} and {seen[id(parameter)]} share one Parameter")
-            seen[id(parameter)] = path
-
-
 # ---------------------------------------------------------------- rotating
 
 
@@ -264,42 +107,44 @@ class _Sizes:
     block_size: int | None
     value_heads: bool
 
-    def of_heads(self, block: _Block) -> int:
+    def of_heads(self, block: Block) -> int:
         """1 leaves the heads as they are: the matrix of order 1 is a one."""
         if not self.value_heads:
             return 1
         return gcd(block.head_dim, self.block_size or block.head_dim)
 
 
-def _rotate(stream: _Stream, signs: Tensor, sizes: _Sizes, originals: "_Originals") -> None:
+def _rotate(stream: Stream, signs: Tensor, sizes: _Sizes, originals: "_Originals") -> None:
     """Replace Parameters, block by block; see the top of the file for the formulas."""
 
-    def turned(rows: Tensor, gain: Tensor | None = None, **options: Any) -> Tensor:
+    def rotated(rows: Tensor, gain: Tensor | None = None, **options: Any) -> Tensor:
         return _rotate_rows(rows, signs, sizes.stream, gain, **options)
 
-    originals.replace(stream.embedding, "weight", turned(stream.embedding.weight))
+    originals.replace(stream.embedding, "weight", rotated(stream.embedding.weight))
     for block in stream.blocks:
         heads = sizes.of_heads(block)
         for norm, readers in block.norms:
             for linear in readers:
                 if linear is block.v_proj:
-                    rows = turned(linear.weight, norm.weight, dtype=torch.float64)
-                    originals.replace(linear, "weight", _turn(rows.T, heads).T)
+                    rows = rotated(linear.weight, norm.weight, dtype=torch.float64)
+                    originals.replace(linear, "weight", _rotate_features(rows.T, heads).T)
                     if linear.bias is not None:
-                        originals.replace(linear, "bias", _turn(linear.bias.double(), heads))
+                        originals.replace(
+                            linear, "bias", _rotate_features(linear.bias.double(), heads)
+                        )
                 else:
-                    originals.replace(linear, "weight", turned(linear.weight, norm.weight))
+                    originals.replace(linear, "weight", rotated(linear.weight, norm.weight))
             originals.replace(norm, "weight", torch.ones_like(norm.weight))
         for linear in (block.o_proj, block.down_proj):
             weight = linear.weight.double()
             if linear is block.o_proj:
-                weight = _turn(weight, heads)
-            originals.replace(linear, "weight", turned(weight.T).T)
+                weight = _rotate_features(weight, heads)
+            originals.replace(linear, "weight", rotated(weight.T).T)
             if linear.bias is not None:
-                originals.replace(linear, "bias", turned(linear.bias[None])[0])
+                originals.replace(linear, "bias", rotated(linear.bias[None])[0])
     head, norm = stream.head, stream.norm
     # Of a tied head this is still the original table; from here on it is a Parameter of its own.
-    originals.replace(head, "weight", turned(head.weight, norm.weight))
+    originals.replace(head, "weight", rotated(head.weight, norm.weight))
     originals.replace(norm, "weight", torch.ones_like(norm.weight))
 
 
@@ -318,14 +163,14 @@ def _rotate_rows(
     diagonal = signs.to(rows.device)
     if gain is not None:
         diagonal = diagonal * gain.to(rows.device, torch.float64)
-    turned = torch.empty(rows.shape, dtype=dtype or rows.dtype, device=rows.device)
+    result = torch.empty(rows.shape, dtype=dtype or rows.dtype, device=rows.device)
     step = max(1, _ROWS_AT_ONCE // rows.shape[1])
-    for source, target in zip(rows.split(step), turned.split(step), strict=True):
-        target.copy_(_turn(source.double() * diagonal, size))
-    return turned
+    for source, target in zip(rows.split(step), result.split(step), strict=True):
+        target.copy_(_rotate_features(source.double() * diagonal, size))
+    return result
 
 
-def _turn(x: Tensor, size: int) -> Tensor:
+def _rotate_features(x: Tensor, size: int) -> Tensor:
     """(..., n): each run of `size` features times the Hadamard matrix of that order."""
     return hadamard_transform(x.unflatten(-1, (-1, size))).flatten(-2)
 
@@ -372,7 +217,7 @@ class _Originals:
 # ---------------------------------------------------------------- checking
 
 
-def _few_logits(model: Any, stream: _Stream) -> Tensor:
+def _few_logits(model: Any, stream: Stream) -> Tensor:
     """(16, vocabulary) float32 logits of some fixed tokens, in eval mode."""
     rows = stream.embedding.num_embeddings
     ids = torch.arange(1, 17, device=stream.embedding.weight.device)[None] * 7919 % rows

@@ -5,7 +5,7 @@
     M <- A R                                the momentum, projected
     R <- (I - lr/2 A)^-1 (I + lr/2 A) R     Cayley transform: orthogonal again
 
-with the step lr capped at 1 / |A| (Frobenius), so that no gradient turns a block by more than about
+with the step lr capped at 1 / |A| (Frobenius), so that no gradient rotates a block by more than about
 a radian. The paper solves the last line by iteration; blocks of 32 are solved exactly, in float64.
 
 Source: Li, Fuxin, Todorovic, Efficient Riemannian Optimization on the Stiefel Manifold via the
@@ -35,8 +35,8 @@ class CayleySGD:
         norm = torch.linalg.matrix_norm(skew)
         half = skew * (torch.clamp(lr * norm, max=1.0) / norm.clamp(min=1e-300) / 2)[:, None, None]
         eye = torch.eye(rotation.shape[-1], dtype=torch.float64, device=rotation.device)
-        turned, _ = torch.linalg.solve_ex(eye - half, (eye + half) @ rotation)
+        rotated, _ = torch.linalg.solve_ex(eye - half, (eye + half) @ rotation)
         # Rounding to float32 would add up over the steps; one Newton step towards the nearest
         # orthogonal matrix takes it back.
-        turned = turned @ (3 * eye - turned.mT @ turned) / 2
-        self.matrices.copy_(turned)
+        rotated = rotated @ (3 * eye - rotated.mT @ rotated) / 2
+        self.matrices.copy_(rotated)

@@ -40,12 +40,12 @@ from dmx.formats import check_choice
 from dmx.kernels import ops
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
+from dmx.models.graph import GraphedStep
 from dmx.models.linears import linear_layers
+from dmx.models.processes import Processes
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.progress import Stopwatch, progress
-from dmx.searching.graph import GraphedStep
-from dmx.searching.processes import Processes
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform

@@ -1,4 +1,4 @@
-"""The processes of a distributed search, through accelerate; one process needs nothing set up."""
+"""The processes of a distributed run, through accelerate; one process needs nothing set up."""
 
 import os
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dmx.errors import DataError
-from dmx.searching.processes import Processes
+from dmx.models.processes import Processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
