@@ -71,8 +71,8 @@ def _reached(module: str, read: Callable[[Path], bytes]) -> dict[Path, ast.Modul
         path = left.pop()
         if path not in trees:
             trees[path] = ast.parse(read(path))
-            found = (_module_file(name) for name in _imported(trees[path]))
-            left += [path for path in found if path is not None]
+            files = (_module_file(name) for name in _imported(trees[path]))
+            left += [file for file in files if file is not None]
     return trees
 
 

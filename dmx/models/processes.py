@@ -22,6 +22,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
+        """Whether this process writes the files."""
         return self.rank == 0
 
     def own_rows(self, batch: Tensor) -> Tensor:

@@ -56,11 +56,13 @@ def replace_layers(
 
 
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in place of the one under a name."""
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
 
 
 def put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:
+    """Undo `replace_layers`; the originals take the mode of what replaced them."""
     for name, module in originals.items():
         module.train(model.get_submodule(name).training)
         set_module(model, name, module)

@@ -49,6 +49,7 @@ class Bank:
         self._set_rotations()
 
     def set_full(self) -> None:
+        """Unquantized and unrotated."""
         self.mode = "full"
         self.offsets = self.parameters = ()
 
@@ -78,10 +79,16 @@ class _SoftLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: Tensor,
-        parameters: Tensor, input_offset: Tensor | None, input_parameters: Tensor | None,
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        offset: Tensor,
+        parameters: Tensor,
+        input_offset: Tensor | None,
+        input_parameters: Tensor | None,
         matrix: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
@@ -114,9 +121,11 @@ class _SoftLinear(torch.autograd.Function):
             needs_grad_x=is_rotated,
         )
         grad_x, by_input = ops.continuous_fake_quant_backward(
-            grad @ ops.continuous_fake_quant(rotated_weight, parameters), rotated_x, input_parameters,
+            grad @ ops.continuous_fake_quant(rotated_weight, parameters),
+            rotated_x,
+            input_parameters,
             needs_grad_x=is_rotated or ctx.needs_input_grad[0],
-        )  # fmt: skip
+        )
         grad_matrix = None
         if is_rotated:
             assert grad_x is not None and grad_weight is not None
@@ -161,12 +170,15 @@ class SearchLinear(BankLinear):
                 x = self.input_transform(x)
             is_joint = self.input_unit == self.weight_unit
             result: Tensor = _SoftLinear.apply(
-                x, self.weight, self.bias,
-                bank.offsets[self.weight_unit], bank.parameters[self.weight_unit],
+                x,
+                self.weight,
+                self.bias,
+                bank.offsets[self.weight_unit],
+                bank.parameters[self.weight_unit],
                 None if is_joint else bank.offsets[self.input_unit],
                 None if is_joint else bank.parameters[self.input_unit],
                 self.matrix(),
-            )  # fmt: skip
+            )
             return result
         x, weight = self.operands(x)
         if bank.mode in ("formats", "units"):

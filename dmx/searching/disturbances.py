@@ -42,8 +42,8 @@ class Disturbances:
 
     def _block_of(self, layers: Sequence[str]) -> int:
         """Index of the block that holds all the layers; -1: run the whole model."""
-        found = {self.replay.block_of(layer) for layer in layers} if self.reuses else set()
-        return found.pop() if len(found) == 1 else -1
+        blocks = {self.replay.block_of(layer) for layer in layers} if self.reuses else set()
+        return blocks.pop() if len(blocks) == 1 else -1
 
     def start(
         self, tokens: Tensor, base: list[BlockFormat | None], *, fixed: bool = True

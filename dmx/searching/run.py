@@ -123,16 +123,7 @@ def search(
         if where is not None:
             # An unwritable folder must show now, not after the first checkpoint's worth of steps.
             write_text(where / ".writable", "").unlink(missing_ok=True)
-        if config.learns_rotation:
-            outcome = job.descend(Transform("hadamard_block"))  # what the rotations start from
-            with transformed(model, outcome.transform, transformed_layers(space)):
-                outcome = job.polish(outcome)
-        else:
-            transform = asked_transform(config, space)
-            with transformed(model, transform, transformed_layers(space)):
-                descends = config.name == "differentiable"
-                outcome = job.descend(transform) if descends else job.rank(transform)
-                outcome = job.polish(outcome)
+        outcome = job.run()
     assignment = make_assignment(
         space,
         outcome.choice,
@@ -187,6 +178,18 @@ class _Job:
         self.clock = Stopwatch()
         self.identity = model_fingerprint(model)
         """Of the untransformed model."""
+
+    def run(self) -> _Outcome:
+        """All stages; rotations are learned on the model as it is."""
+        model, layers = self.model, transformed_layers(self.space)
+        if self.config.learns_rotation:
+            outcome = self.descend(Transform("hadamard_block"))  # what they start from
+            with transformed(model, outcome.transform, layers):
+                return self.polish(outcome)
+        transform = asked_transform(self.config, self.space)
+        with transformed(model, transform, layers):
+            descends = self.config.name == "differentiable"
+            return self.polish(self.descend(transform) if descends else self.rank(transform))
 
     def descend(self, transform: Transform) -> _Outcome:
         """By gradient."""

@@ -199,6 +199,7 @@ class _Originals:
         self.model.all_tied_weights_keys = {}
 
     def put_back(self) -> None:
+        """The original Parameters, ties and flags again; ModelError where the model was changed."""
         present = {id(module) for module in self.model.modules()}
         for module, name, _, new in self.replaced:
             if id(module) not in present or module._parameters[name] is not new:

@@ -94,6 +94,7 @@ class _Finder:
             raise self.error("it is no model of transformers 5 or later")
 
     def error(self, found: str) -> ModelError:
+        """What to raise for a model of another make."""
         return ModelError(
             f"{type(self.model).__name__} cannot be rotated: {found}. The rotation of the residual "
             "stream knows models built as Llama, SmolLM2, Qwen2 and Qwen3 are. Search this one "
@@ -126,6 +127,7 @@ class _Finder:
         return module
 
     def check_size(self, what: str, found: int, expected: int) -> None:
+        """Raise ModelError for a width that does not fit the stream."""
         if found != expected:
             raise self.error(f"{what} has {found} features where {expected} are expected")
 
