@@ -20,9 +20,20 @@ def test_every_error_of_the_library_is_a_value_error_of_one_family(name):
 
 def test_importing_the_package_shows_its_names_and_no_hydra():
     assert {
-        "Assignment", "Budget", "SearchConfig", "SearchResult", "apply", "continuous_fake_quant",
-        "fake_quant", "kl_divergence", "perplexity", "quantize", "restore", "search", "zero_shot",
-    } <= set(dmx.__all__)  # fmt: skip
+        "Assignment",
+        "Budget",
+        "SearchConfig",
+        "SearchResult",
+        "apply",
+        "continuous_fake_quant",
+        "fake_quant",
+        "kl_divergence",
+        "perplexity",
+        "quantize",
+        "restore",
+        "search",
+        "zero_shot",
+    } <= set(dmx.__all__)
     assert all(hasattr(dmx, name) for name in dmx.__all__)
 
 
@@ -38,7 +49,8 @@ X = torch.randn(3, 64)
         (lambda: dmx.quantize(X, "bf16"), FormatError, r"'bf16' cannot be quantized to"),
         (
             lambda: dmx.fake_quant(X, "mxfp4", scale_rule="round"),
-            FormatError, r"scale_rule='round'.*floor, ceil, even, rceil",
+            FormatError,
+            r"scale_rule='round'.*floor, ceil, even, rceil",
         ),
         (lambda: dmx.fake_quant(X.double(), "mxfp4"), TypeError, r"float32, .*got torch\.float64"),
         (lambda: dmx.fake_quant(X.int(), "mxfp4"), TypeError, r"got torch\.int32; convert"),
@@ -47,43 +59,51 @@ X = torch.randn(3, 64)
         (lambda: dmx.quantize(torch.tensor(1.0), "mxfp4"), IndexError, r"axis=-1"),
         (
             lambda: dmx.fake_quant(X, "mxfp4", out=torch.empty(64, 3)),
-            ValueError, r"out must have the shape.*\(3, 64\).*\(64, 3\)",
+            ValueError,
+            r"out must have the shape.*\(3, 64\).*\(64, 3\)",
         ),
         (
             lambda: dmx.fake_quant(X, "mxfp4", out=torch.empty(3, 64, dtype=torch.bfloat16)),
-            ValueError, r"out must have the shape, dtype",
+            ValueError,
+            r"out must have the shape, dtype",
         ),
         (
             lambda: dmx.fake_quant(X.clone().requires_grad_(), "mxfp4", out=X.clone()),
-            ValueError, r"out= cannot be used while x needs a gradient",
+            ValueError,
+            r"out= cannot be used while x needs a gradient",
         ),
         (
             lambda: dmx.continuous_fake_quant(X, torch.tensor(1.0).double(), "mxfp6_mxfp4"),
-            TypeError, r"offset must be float32, got torch\.float64",
+            TypeError,
+            r"offset must be float32, got torch\.float64",
         ),
         (
             lambda: dmx.continuous_fake_quant(X, torch.ones(1), "mxfp6_mxfp4"),
-            ValueError, r"offset must be 0-d, got shape \(1,\)",
+            ValueError,
+            r"offset must be 0-d, got shape \(1,\)",
         ),
         (
             lambda: dmx.continuous_fake_quant(X, 1.0, "mxfp6_mxfp4"),
-            TypeError, r"offset must be float32, got float; use torch\.tensor",
+            TypeError,
+            r"offset must be float32, got float; use torch\.tensor",
         ),
         *(
             (
                 lambda value=value: dmx.continuous_fake_quant(
                     X, torch.tensor(value), "mxfp6_mxfp4"
                 ),
-                ValueError, rf"offset must lie in \[0, 2\], got {value:g}; clamp",
+                ValueError,
+                rf"offset must lie in \[0, 2\], got {value:g}; clamp",
             )
             for value in (-0.01, 2.01, math.nan)
         ),
         (
             lambda: dmx.continuous_fake_quant(X, torch.tensor(1.0), "mxfp4_mxfp8"),
-            FormatError, r"is no format family.*Allowed: mxfp8_mxfp4",
+            FormatError,
+            r"is no format family.*Allowed: mxfp8_mxfp4",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_quantizer_refuses_what_it_cannot_do(call, kind, words):
     with pytest.raises(kind, match=words):
         call()

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RANKS = {
     "dmx.errors": 0,
     "dmx.formats": 1,
-    "dmx.files": 1, "dmx.progress": 1, "dmx.hub": 1,
+    "dmx.files": 1,
+    "dmx.progress": 1,
+    "dmx.hub": 1,
     "dmx.state": 2,
     "dmx.numerics": 2,
     "dmx.kernels": 3,
@@ -23,10 +25,12 @@ RANKS = {
     "dmx.assignment": 6,
     "dmx.transforms": 7,
     "dmx.applying": 8,
-    "dmx.searching": 9, "dmx.evaluate": 9, "dmx.exporting": 9,
+    "dmx.searching": 9,
+    "dmx.evaluate": 9,
+    "dmx.exporting": 9,
     "dmx.weights": 10,
     "dmx.__main__": 11,
-}  # fmt: skip
+}
 ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""
 

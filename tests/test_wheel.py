@@ -18,9 +18,15 @@ from dmx.__main__ import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = (
-    "model=tiny_random", "data=synthetic", "calibration.window=64", "calibration.batch_size=1",
-    "calibration.batches=2", "evaluation.window=64", "evaluation.max_windows=2", "search.steps=2",
-)  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "calibration.window=64",
+    "calibration.batch_size=1",
+    "calibration.batches=2",
+    "evaluation.window=64",
+    "evaluation.max_windows=2",
+    "search.steps=2",
+)
 Dmx = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -34,10 +40,22 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "scripts/wheel_layout.py"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(ROOT / name, source / name)
-    _checked([
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps",
-        "--no-build-isolation", "--no-index", "--wheel-dir", str(made), str(source),
-    ])  # fmt: skip
+    _checked(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-index",
+            "--wheel-dir",
+            str(made),
+            str(source),
+        ]
+    )
     return next(made.glob("dmx-*.whl"))
 
 
@@ -52,10 +70,22 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
     assert site == Path(sysconfig.get_path("purelib", vars=paths))
-    _checked([
-        sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--quiet",
-        "--disable-pip-version-check", "--no-deps", "--no-index", "--force-reinstall", str(wheel),
-    ])  # fmt: skip
+    _checked(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(folder / "bin" / "python"),
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-index",
+            "--force-reinstall",
+            str(wheel),
+        ]
+    )
     return folder
 
 
@@ -117,9 +147,14 @@ def test_other_processes_run_a_sweep_of_the_wheel(installed, tmp_path, launcher)
     plugin = {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit"}
     pytest.importorskip(plugin[launcher], reason="needs pip install -e '.[sweep]'")
     done = installed(
-        "search", "-m", *TINY, f"hydra/launcher={launcher}", "budget.limit=4.5,5.0", "baselines=[]",
+        "search",
+        "-m",
+        *TINY,
+        f"hydra/launcher={launcher}",
+        "budget.limit=4.5,5.0",
+        "baselines=[]",
         "hydra.sweep.dir=sweep",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert {p.parent.name for p in tmp_path.glob("sweep/*/record.json")} == {"0", "1"}
 

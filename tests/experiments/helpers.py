@@ -47,12 +47,20 @@ def row(of: Method = DMX, nlls: Any = (3.4,), limit: float | None = 5.0, **field
     nll, bits = float(values.mean()), fields.get("element_bits", limit or 16.0)
     known = {f.name: None for f in dataclasses.fields(Row)}
     measured: dict[str, Any] = {
-        "method": of, "budget": None if limit is None else Limit(limit, BITS), "seed": 0,
-        "element_bits": bits, "bits_per_element": bits + 0.25 if bits < 16 else bits,
-        "whole_model_bits_per_element": 0.79 * bits + 3.36, "perplexity": math.exp(nll), "nll": nll,
-        "tokens": len(values) * 2047, "windows": len(values), "window_nll": tuple(values.tolist()),
-        "eval_seconds": 12.4, "reasons": {"search_seconds": "nothing was searched"},
-    }  # fmt: skip
+        "method": of,
+        "budget": None if limit is None else Limit(limit, BITS),
+        "seed": 0,
+        "element_bits": bits,
+        "bits_per_element": bits + 0.25 if bits < 16 else bits,
+        "whole_model_bits_per_element": 0.79 * bits + 3.36,
+        "perplexity": math.exp(nll),
+        "nll": nll,
+        "tokens": len(values) * 2047,
+        "windows": len(values),
+        "window_nll": tuple(values.tolist()),
+        "eval_seconds": 12.4,
+        "reasons": {"search_seconds": "nothing was searched"},
+    }
     return Row(**known | measured | fields)
 
 
@@ -60,10 +68,17 @@ def answers(**items: list[int]) -> dict[str, TaskResult]:
     """task -> results with these items right, 1, or wrong, 0."""
     return {
         task: TaskResult(
-            "acc", sum(right) / len(right), 0.1, len(right), tuple(map(float, right)), "x", task, "1"
+            "acc",
+            sum(right) / len(right),
+            0.1,
+            len(right),
+            tuple(map(float, right)),
+            "x",
+            task,
+            "1",
         )
         for task, right in items.items()
-    }  # fmt: skip
+    }
 
 
 def text(name: str = "wikitext2/test", windows: int = 50) -> TextFacts:
@@ -110,11 +125,20 @@ def training_row(recipe: str, nll: float | None = 5.6, seed: int = 0, **fields: 
     losses = [9.0, 7.0, nll]
     decided = {"tensor_share": {"bf16": 0.0}, "element_share": {"bf16": 0.0}}
     measured: dict[str, Any] = {
-        "recipe": recipe, "seed": seed, "folder": f"{recipe}-{seed}", "parameters": 48_800_000,
-        "steps": 300, "train_tokens": 9_000_000, "train_seconds": 60.0, "tokens": 1000, "windows": 4,
-        "nll": nll, "perplexity": None if nll is None else math.exp(nll),
+        "recipe": recipe,
+        "seed": seed,
+        "folder": f"{recipe}-{seed}",
+        "parameters": 48_800_000,
+        "steps": 300,
+        "train_tokens": 9_000_000,
+        "train_seconds": 60.0,
+        "tokens": 1000,
+        "windows": 4,
+        "nll": nll,
+        "perplexity": None if nll is None else math.exp(nll),
         "loss_curve": {"validation": {"step": [100, 200, 299], "loss": losses}},
         "fp8_tensor_share": None if recipe == "bf16" else 1.0,
-        "operands": None if recipe == "bf16" else dict.fromkeys(OPERANDS, decided), "reasons": {},
-    }  # fmt: skip
+        "operands": None if recipe == "bf16" else dict.fromkeys(OPERANDS, decided),
+        "reasons": {},
+    }
     return TrainingRow(**known | measured | fields)

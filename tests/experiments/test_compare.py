@@ -19,18 +19,29 @@ from experiments import compare, evaluate
 from experiments.reporting.agreement import agreement, raised_by_projection
 
 TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
-]  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "calibration.window=32",
+    "calibration.batch_size=2",
+    "calibration.batches=3",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=6",
+    "search.units=layer",
+]
 
 
 def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of, tmp_path):
     searches = ["uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable"]
     arguments = [
-        *TINY, "search.steps=4", "budgets=[4.5,5.0]", f"searches=[{','.join(searches)}]", "seeds=2",
+        *TINY,
+        "search.steps=4",
+        "budgets=[4.5,5.0]",
+        f"searches=[{','.join(searches)}]",
+        "seeds=2",
         f"run.folder={tmp_path}/run",
-    ]  # fmt: skip
+    ]
     code, _out, err = run(compare, *arguments)
     assert code == 0, err
     record = record_of(tmp_path / "run")
@@ -67,9 +78,12 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
     assert net.safety["fallback_rate"] >= 0
     assert (tmp_path / "run" / "kl-5-seed0" / "assignment.safety.json").exists()
     code, _out, err = run(
-        evaluate, *TINY[:-1], f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
-        "safety=calibrated", f"run.folder={tmp_path}/again",
-    )  # fmt: skip
+        evaluate,
+        *TINY[:-1],
+        f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
+        "safety=calibrated",
+        f"run.folder={tmp_path}/again",
+    )
     assert code == 0, err
     again = record_of(tmp_path / "again").rows
     assert [r.nll for r in again] == [bare.nll, net.nll]
@@ -98,9 +112,11 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
         log = [json.loads(line) for line in (folder / "polish.jsonl").read_text().splitlines()]
         assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search.kl
     code, _out, err = run(
-        evaluate, *TINY[:-1], f"assignments=[{folder}/assignment.json]",
+        evaluate,
+        *TINY[:-1],
+        f"assignments=[{folder}/assignment.json]",
         f"run.folder={tmp_path}/again",
-    )  # fmt: skip
+    )
     assert code == 0, err
     assert record_of(tmp_path / "again").rows[0].label == "dMX + polish"
     for options in (["searches=[kl]", "search.polish.rounds=2"], ["searches=[kl+polish]"]):
@@ -118,9 +134,15 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     """Searched, measured again from the files, ablated, and joined with the joint rows."""
     for operands in ("joint", "separate"):
         code, _out, err = run(
-            compare, *TINY, "budgets=[5.0]", "searches=[random,differentiable]", "search.steps=4", "baselines=[]",
-            f"search.choices={operands}", f"run.folder={tmp_path}/runs/{operands}",
-        )  # fmt: skip
+            compare,
+            *TINY,
+            "budgets=[5.0]",
+            "searches=[random,differentiable]",
+            "search.steps=4",
+            "baselines=[]",
+            f"search.choices={operands}",
+            f"run.folder={tmp_path}/runs/{operands}",
+        )
         assert code == 0, err
     rows = record_of(tmp_path / "runs/separate").rows
     assert [r.label for r in rows] == ["random, separate choices", "dMX, separate choices"]
@@ -156,9 +178,13 @@ def test_records_of_different_models_are_not_joined(run, tmp_path):
     for name, model in (("a", "tiny_random"), ("b", "tiny_random")):
         extra = ["model.tiny.seed=7", "model.tiny.hidden_size=96"] if name == "b" else []
         code, _out, err = run(
-            evaluate, *TINY[:-1], f"model={model}", *extra, "assignments=[bf16]",
+            evaluate,
+            *TINY[:-1],
+            f"model={model}",
+            *extra,
+            "assignments=[bf16]",
             f"run.folder={tmp_path}/runs/{name}",
-        )  # fmt: skip
+        )
         assert code == 0, err
     code, _out, err = run(compare, f"collect={tmp_path}/runs", f"run.folder={tmp_path}/joined")
     assert code == 2 and "another model" in err

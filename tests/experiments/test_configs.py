@@ -107,9 +107,12 @@ def test_the_demo_is_what_it_promises():
     assert run.baselines == ["bf16", "mxfp4", "mxfp6_e2m3", "kl"] and run.pace
     # SmolLM2-135M: the work is at most 450 plain steps of one window
     sizes = Sizes(
-        blocks=106_168_320, output=28_311_552, units=120, batches=run.calibration.batches,
+        blocks=106_168_320,
+        output=28_311_552,
+        units=120,
+        batches=run.calibration.batches,
         evaluation=run.evaluation.max_windows,
-    )  # fmt: skip
+    )
     assert (run.calibration.window, run.calibration.batch_size, run.evaluation.window) == (
         256,
         1,

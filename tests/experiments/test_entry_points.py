@@ -29,14 +29,26 @@ from experiments.running.guard import no_lost_interrupts, stopping_at_an_interru
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6",
-]  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "calibration.window=32",
+    "calibration.batch_size=2",
+    "calibration.batches=3",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=6",
+]
 METRICS = (
-    "element_bits", "bits_per_element", "whole_model_bits_per_element", "perplexity", "nll",
-    "search_seconds", "eval_seconds", "zero_shot",
-)  # fmt: skip
+    "element_bits",
+    "bits_per_element",
+    "whole_model_bits_per_element",
+    "perplexity",
+    "nll",
+    "search_seconds",
+    "eval_seconds",
+    "zero_shot",
+)
 SEARCH = [*TINY, "search.steps=6", "search.descent.evaluate_every=3", "baselines=[bf16,kl]"]
 
 
@@ -76,9 +88,21 @@ def test_a_search_leaves_everything_and_shows_it_again(run, record_of, tmp_path)
     record = read_json(folder / "record.json")
     assert record["schema"] == SCHEMA and record["command"] == "search"
     assert set(record) >= {
-        "started", "finished", "wall_seconds", "versions", "device", "peak_memory_bytes", "seed",
-        "model", "data", "requested", "actual", "results", "verdict", "warnings",
-    }  # fmt: skip
+        "started",
+        "finished",
+        "wall_seconds",
+        "versions",
+        "device",
+        "peak_memory_bytes",
+        "seed",
+        "model",
+        "data",
+        "requested",
+        "actual",
+        "results",
+        "verdict",
+        "warnings",
+    }
     assert record["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert record["versions"]["dmx"] == dmx.__version__
     assert record["requested"]["budget"] == {"limit": 4.5, "unit": "element_bits"}
@@ -208,9 +232,12 @@ def test_a_wrong_setting_is_refused_before_weights_load(
     ("arguments", "words"),
     [
         (["budget.limit=5"], r"ConfigError: budget\.limit=5: .*budgets=\[4\.5,5\]"),
-        (["searches=[kl,exact]"], r"searches='exact' names settings.*search=exact searches=\[differentiable\]"),
+        (
+            ["searches=[kl,exact]"],
+            r"searches='exact' names settings.*search=exact searches=\[differentiable\]",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_comparison_refuses_what_is_of_a_search(arguments, words, run, tmp_path):
     code, _, err = run(compare, *TINY, *arguments, f"run.folder={tmp_path / 'run'}")
     assert code == 2 and "Traceback" not in err and re.search(words, err), err
@@ -240,9 +267,13 @@ def test_text_shorter_than_a_window_is_refused_before_the_search(run, tmp_path, 
         ("evaluation", "the evaluation text has 40 tokens, fewer than one window of 64"),
     ):
         code, _, err = run(
-            search, *TINY, "calibration.window=64", f"data.{part}.max_characters=40",
-            "baselines=[]", f"run.folder={tmp_path / part}",
-        )  # fmt: skip
+            search,
+            *TINY,
+            "calibration.window=64",
+            f"data.{part}.max_characters=40",
+            "baselines=[]",
+            f"run.folder={tmp_path / part}",
+        )
         assert code == 2 and f"DataError: {words}" in err
 
 
@@ -421,9 +452,13 @@ def start(module, *arguments, cwd):
     # A suite that was started in the background ignores Ctrl-C, and its processes would, too.
     return subprocess.Popen(
         [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
-        cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -451,10 +486,16 @@ def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code,
 def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
     steps = 200  # enough to be still at it when the signal comes, also on a busy machine
     arguments = [
-        *TINY, f"search.steps={steps}", "search.descent.raw_start=1.0", "search.descent.evaluate_every=7",
-        "search.descent.checkpoint_every=3", "calibration.batch_size=16", "calibration.window=64",
-        "baselines=[bf16]", "budget=bits_4p5",
-    ]  # fmt: skip
+        *TINY,
+        f"search.steps={steps}",
+        "search.descent.raw_start=1.0",
+        "search.descent.evaluate_every=7",
+        "search.descent.checkpoint_every=3",
+        "calibration.batch_size=16",
+        "calibration.window=64",
+        "baselines=[bf16]",
+        "budget=bits_4p5",
+    ]
     whole, died = tmp_path / "whole", tmp_path / "died"
     assert run(search, *arguments, f"run.folder={whole}")[0] == 0
 

@@ -12,19 +12,35 @@ from dmx.assignment.assignment import Assignment
 from experiments import compare, evaluate, search
 
 TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
-    "learn.steps=4", "learn.warmup=1", "learn.lr=1e-3", "training.batches=6",
-]  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "calibration.window=32",
+    "calibration.batch_size=2",
+    "calibration.batches=3",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=6",
+    "search.units=layer",
+    "learn.steps=4",
+    "learn.warmup=1",
+    "learn.lr=1e-3",
+    "training.batches=6",
+]
 GIVEN = [a for a in TINY if not a.startswith(("search", "learn", "training"))]
 
 
 def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_path):
     arguments = [
-        *TINY, "searches=[fisher,differentiable]", "search.steps=3", "budgets=[4.7]", "baselines=[]",
-        "weights=[nearest,mse,learned]", "learn.held_batches=1", "seeds=2",
-    ]  # fmt: skip
+        *TINY,
+        "searches=[fisher,differentiable]",
+        "search.steps=3",
+        "budgets=[4.7]",
+        "baselines=[]",
+        "weights=[nearest,mse,learned]",
+        "learn.held_batches=1",
+        "seeds=2",
+    ]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
     record = record_of(tmp_path / "run")
@@ -54,9 +70,12 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert {"assignment.learned.json", "assignment.learned.weights.safetensors"} <= names
     assert not list((tmp_path / "run").rglob("learning_state*"))
     code, _out, err = run(
-        evaluate, *GIVEN, f"assignments=[{folder}/assignment.learned.json]", "safety=calibrated",
+        evaluate,
+        *GIVEN,
+        f"assignments=[{folder}/assignment.learned.json]",
+        "safety=calibrated",
         f"run.folder={tmp_path}/again",
-    )  # fmt: skip
+    )
     assert code == 0, err
     again = record_of(tmp_path / "again").rows
     assert [r.label for r in again] == [
@@ -72,10 +91,18 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
         "The bridge reads a letter. Every garden holds the quiet engine near it. " * 300
     )
     command = [
-        *TINY, "budget.limit=4.7", "search=fisher", "baselines=[kl]", "weights=learned",
-        "data.training.name=files", f"data.training.files=[{file}]", "training.window=16",
-        "training.batch_size=3", "learn.checkpoint_every=1", "learn.steps=40",
-    ]  # fmt: skip
+        *TINY,
+        "budget.limit=4.7",
+        "search=fisher",
+        "baselines=[kl]",
+        "weights=learned",
+        "data.training.name=files",
+        f"data.training.files=[{file}]",
+        "training.window=16",
+        "training.batch_size=3",
+        "learn.checkpoint_every=1",
+        "learn.steps=40",
+    ]
     code, out, err = run(search, *command, f"run.folder={tmp_path}/whole")
     assert code == 0, err
     assert "assignment.learned.json" in out
@@ -89,9 +116,10 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     folder = tmp_path / "stopped"
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.search", *command, f"run.folder={folder}"],
-        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     deadline = time.time() + 120
     while not list(folder.glob("*/learning_state.safetensors")) and time.time() < deadline:
         assert process.poll() is None, "it ended before it could be stopped"
@@ -112,13 +140,20 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
         "one two three four five six seven eight nine ten eleven twelve thirteen. " * 200
     )
     own = [
-        "data=files", *(f"data.{use}.files=[{file}]" for use in ("calibration", "evaluation")),
-    ]  # fmt: skip
+        "data=files",
+        *(f"data.{use}.files=[{file}]" for use in ("calibration", "evaluation")),
+    ]
     arguments = [a for a in TINY if not a.startswith("data")]
     code, _out, err = run(
-        search, *arguments, *own, "budget.limit=4.7", "search=fisher", "baselines=[]",
-        "weights=learned", f"run.folder={tmp_path}/run",
-    )  # fmt: skip
+        search,
+        *arguments,
+        *own,
+        "budget.limit=4.7",
+        "search=fisher",
+        "baselines=[]",
+        "weights=learned",
+        f"run.folder={tmp_path}/run",
+    )
     assert code == 0, err
     assert "shares 2,588 of its 2,588 sequences of 13 words" in err
     record = record_of(tmp_path / "run")

@@ -14,9 +14,15 @@ from tests.experiments.test_configs import built
 
 SIZES = Sizes(blocks=3_000, output=1_000, units=10, batches=4, evaluation=64)
 TINY = (
-    "model=tiny_random", "data=synthetic", "calibration.window=64", "calibration.batch_size=1",
-    "calibration.batches=2", "evaluation.window=64", "evaluation.max_windows=2", "search.steps=2",
-)  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "calibration.window=64",
+    "calibration.batch_size=1",
+    "calibration.batches=2",
+    "evaluation.window=64",
+    "evaluation.max_windows=2",
+    "search.steps=2",
+)
 
 
 def stages(*overrides, sizes=SIZES):
@@ -78,9 +84,14 @@ def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(run, tm
 
 def test_stages_of_unknown_work_are_named(run, tmp_path):
     code, _, err = run(
-        search, *TINY, "baselines=[]", "pace=true", "search=polished", "search.polish.rounds=1",
+        search,
+        *TINY,
+        "baselines=[]",
+        "pace=true",
+        "search=polished",
+        "search.polish.rounds=1",
         f"run.folder={tmp_path}/out",
-    )  # fmt: skip
+    )
     assert code == 0, err
     assert "and the polish, which is not counted" in err
 

@@ -37,9 +37,16 @@ def row(method=DMX, **fields):
     """A row with two windows."""
     known = {f.name: None for f in dataclasses.fields(Row)}
     measured = {
-        "budget": Limit(4.5, "element_bits"), "seed": 0, "element_bits": 4.5, "nll": 1.5, "windows": 2,
-        "perplexity": 4.48, "tokens": 126, "window_nll": (1.0, 2.0), "reasons": {"zero_shot": "no"},
-    }  # fmt: skip
+        "budget": Limit(4.5, "element_bits"),
+        "seed": 0,
+        "element_bits": 4.5,
+        "nll": 1.5,
+        "windows": 2,
+        "perplexity": 4.48,
+        "tokens": 126,
+        "window_nll": (1.0, 2.0),
+        "reasons": {"zero_shot": "no"},
+    }
     return Row(**known | {"method": method} | measured | fields)
 
 
@@ -47,13 +54,24 @@ def record(*results, **fields):
     """A record of a run that measured these rows."""
     return Record(
         **{
-            "command": "compare", "started": "a", "finished": "b", "wall_seconds": 2.0,
-            "versions": {"dmx": "0"}, "device": Device("cpu", "cpu", 1), "peak_memory_bytes": 1,
-            "seed": None, "requested": {"search": {"steps": 3}}, "actual": {}, "data": {},
-            "model": ModelFacts("m", None, "float32", "0", None), "results": results, "verdict": None,
+            "command": "compare",
+            "started": "a",
+            "finished": "b",
+            "wall_seconds": 2.0,
+            "versions": {"dmx": "0"},
+            "device": Device("cpu", "cpu", 1),
+            "peak_memory_bytes": 1,
+            "seed": None,
+            "requested": {"search": {"steps": 3}},
+            "actual": {},
+            "data": {},
+            "model": ModelFacts("m", None, "float32", "0", None),
+            "results": results,
+            "verdict": None,
             "warnings": ("w",),
-        } | fields
-    )  # fmt: skip
+        }
+        | fields
+    )
 
 
 def test_labels_say_what_is_unusual_and_nothing_else():
@@ -69,9 +87,12 @@ def test_labels_say_what_is_unusual_and_nothing_else():
 
 def test_a_title_names_what_the_rows_of_a_table_have_in_common():
     assert DMX.titles() == {
-        "transform": "transform none", "weights": "weights nearest", "quantized": "W+A", "units": "",
+        "transform": "transform none",
+        "weights": "weights nearest",
+        "quantized": "W+A",
+        "units": "",
         "choices": "",
-    }  # fmt: skip
+    }
     assert FULL.table == ("hadamard_block", "gptq", "W+A", "layer", "separate")
     assert FULL.table != DMX.table and FULL.without("polish", "net").table == FULL.table
 
@@ -85,8 +106,13 @@ def test_methods_are_compared_where_all_but_the_search_is_alike():
     assert not dataclasses.replace(kl, polish=True).is_heuristic
     assert FULL.bare() == DMX and FULL.without("net", "choices").net is False
     assert varying([DMX, FULL, kl]) == (
-        "search", "polish", "transform", "weights", "net", "choices"
-    )  # fmt: skip
+        "search",
+        "polish",
+        "transform",
+        "weights",
+        "net",
+        "choices",
+    )
     with pytest.raises(ValueError, match="no fields of Method"):
         FULL.without("rotation")
 
@@ -113,15 +139,24 @@ def test_a_missing_metric_has_its_reason():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(schema="dmx.record/1"), r"schema is 'dmx\.record/1'.*Run the com"),
+        (
+            lambda body: body.update(schema="dmx.record/1"),
+            r"schema is 'dmx\.record/1'.*Run the com",
+        ),
         (lambda body: body.pop("seed"), r"Record misses keys \['seed'\]"),
-        (lambda body: body["results"][0].update(label="x"), r"results\[0\].*unknown keys \['label'\]"),
+        (
+            lambda body: body["results"][0].update(label="x"),
+            r"results\[0\].*unknown keys \['label'\]",
+        ),
         (lambda body: body["results"][0].pop("nll"), r"results\[0\]: Row misses keys \['nll'\]"),
-        (lambda body: body["results"][0].update(nll="1"), r"results\[0\]\.nll is '1', expected float"),
+        (
+            lambda body: body["results"][0].update(nll="1"),
+            r"results\[0\]\.nll is '1', expected float",
+        ),
         (lambda body: body["results"][0]["method"].update(polish=1), r"polish is 1, expected bool"),
         (lambda body: body.update(device="cpu"), r"device is 'cpu', expected an object"),
     ],
-)  # fmt: skip
+)
 def test_a_record_that_does_not_fit_is_refused_by_file_and_key(change, words, tmp_path):
     path = record(row()).save(tmp_path / "record.json")
     body = json.loads(path.read_text())

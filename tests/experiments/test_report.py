@@ -108,10 +108,17 @@ def write_run(
                 wobble = 1 + 0.006 * generator.normal() * (seeds > 1)
                 scale = math.exp(0.28 * (5.0 - limit)) * wobble
                 is_dmx = search == "differentiable"
-                results.append(row(
-                    method(search), nlls(perplexity * scale), limit, assignment=path, seed=seed,
-                    element_bits=limit - 0.02 * generator.random(), search_seconds=83.0 if is_dmx else 41.5,
-                ))  # fmt: skip
+                results.append(
+                    row(
+                        method(search),
+                        nlls(perplexity * scale),
+                        limit,
+                        assignment=path,
+                        seed=seed,
+                        element_bits=limit - 0.02 * generator.random(),
+                        search_seconds=83.0 if is_dmx else 41.5,
+                    )
+                )
                 if is_dmx and seed == 0:
                     write_trace((folder / path).parent, generator, limit)
     note = "dequantized from a 4-bit GGUF, so full precision here is a 4-bit lattice"

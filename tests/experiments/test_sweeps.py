@@ -18,12 +18,22 @@ FAILING, KILLED = 2, 5
 def _command(folder: Path) -> list[str]:
     files = ",".join(f"[{folder / name}.txt]" for name in NAMES)
     return [
-        sys.executable, "-m", "experiments.search", "-m", "model=tiny_random", "data=files",
-        f"data.calibration.files={files}", f"data.evaluation.files=[{folder}/a.txt]",
-        "calibration.window=64", "calibration.batch_size=2", "evaluation.window=64",
-        "evaluation.max_windows=4", "search.steps=40", "baselines=[]",
+        sys.executable,
+        "-m",
+        "experiments.search",
+        "-m",
+        "model=tiny_random",
+        "data=files",
+        f"data.calibration.files={files}",
+        f"data.evaluation.files=[{folder}/a.txt]",
+        "calibration.window=64",
+        "calibration.batch_size=2",
+        "evaluation.window=64",
+        "evaluation.max_windows=4",
+        "search.steps=40",
+        "baselines=[]",
         f"hydra.sweep.dir={folder}/sweep",
-    ]  # fmt: skip
+    ]
 
 
 def _environment() -> dict[str, str]:
@@ -84,11 +94,17 @@ def test_a_sweep_goes_on_with_just_the_runs_that_are_not_finished(tmp_path):
 
     joined = subprocess.run(
         [
-            sys.executable, "-m", "experiments.compare", f"collect={tmp_path}/sweep",
+            sys.executable,
+            "-m",
+            "experiments.compare",
+            f"collect={tmp_path}/sweep",
             f"run.folder={tmp_path}/joined",
         ],
-        cwd=ROOT, env=_environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+    )
     assert joined.returncode == 0, joined.stderr
     record = json.loads((tmp_path / "joined" / "record.json").read_text())
     assert len(record["results"]) == len(NAMES)
@@ -107,13 +123,27 @@ def test_runs_of_a_sweep_go_through_other_launchers(launcher, tmp_path):
     )
     done = subprocess.run(
         [
-            sys.executable, "-m", "experiments.search", "-m", f"hydra/launcher={launcher}",
-            "model=tiny_random", "data=synthetic", "calibration.window=64", "calibration.batches=2",
-            "evaluation.window=64", "evaluation.max_windows=2", "search.steps=2", "baselines=[]",
-            "budget.limit=4.5,5.0", f"hydra.sweep.dir={tmp_path}/sweep",
+            sys.executable,
+            "-m",
+            "experiments.search",
+            "-m",
+            f"hydra/launcher={launcher}",
+            "model=tiny_random",
+            "data=synthetic",
+            "calibration.window=64",
+            "calibration.batches=2",
+            "evaluation.window=64",
+            "evaluation.max_windows=2",
+            "search.steps=2",
+            "baselines=[]",
+            "budget.limit=4.5,5.0",
+            f"hydra.sweep.dir={tmp_path}/sweep",
         ],
-        cwd=ROOT, env=_environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     limits = [
         json.loads((tmp_path / "sweep" / n / "record.json").read_text())["results"][0]["budget"][

@@ -24,9 +24,13 @@ from tests.settings import search_config
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(2 * 48).reshape(2, 48) * 7 % 256
 TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=4",
-]  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=4",
+]
 CALIBRATION = ["calibration.window=32", "calibration.batch_size=2", "calibration.batches=3"]
 
 
@@ -44,9 +48,12 @@ def uniform(model, name, block_format="mxfp4"):
 
 def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     arguments = [
-        *TINY, *CALIBRATION, "search.transform=learned", "search.steps=4",
+        *TINY,
+        *CALIBRATION,
+        "search.transform=learned",
+        "search.steps=4",
         f"run.folder={tmp_path}/run",
-    ]  # fmt: skip
+    ]
     code, _, err = run(search, *arguments)
     assert code == 0, err
     rows = {row.label: row for row in results(tmp_path / "run")}
@@ -68,9 +75,15 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
 
 def test_a_comparison_takes_the_rotations_that_its_search_learned(run, tmp_path):
     arguments = [
-        *TINY, *CALIBRATION, "search=learned", "search.steps=4", "search.units=layer",
-        "searches=[kl_per_bit,fisher,differentiable]", "budgets=[5.0,5.5]", "baselines=[]",
-    ]  # fmt: skip
+        *TINY,
+        *CALIBRATION,
+        "search=learned",
+        "search.steps=4",
+        "search.units=layer",
+        "searches=[kl_per_bit,fisher,differentiable]",
+        "budgets=[5.0,5.5]",
+        "baselines=[]",
+    ]
     code, _, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
     digests = {}
@@ -90,9 +103,14 @@ def test_evaluate_and_compare_measure_uniform_formats_with_a_transform(run, tmp_
     )
     assert code == 0, err
     code, _, err = run(
-        compare, *TINY, *CALIBRATION, "budgets=[5.0]", "searches=[weight_mse]",
-        f"search.transform={name}", f"run.folder={tmp_path}/c",
-    )  # fmt: skip
+        compare,
+        *TINY,
+        *CALIBRATION,
+        "budgets=[5.0]",
+        "searches=[weight_mse]",
+        f"search.transform={name}",
+        f"run.folder={tmp_path}/c",
+    )
     assert code == 0, err
     code, _, err = run(evaluate, *TINY, "assignments=[mxfp4]", f"run.folder={tmp_path}/plain")
     assert code == 0, err
@@ -104,9 +122,15 @@ def test_evaluate_and_compare_measure_uniform_formats_with_a_transform(run, tmp_
 def test_an_ablation_measures_the_transformed_model(run, tmp_path):
     for name in ("none", "hadamard_block"):
         code, _, err = run(
-            compare, *TINY, *CALIBRATION, "budgets=[5.0]", "searches=[uniform]", "baselines=[]",
-            f"search.transform={name}", f"run.folder={tmp_path}/{name}",
-        )  # fmt: skip
+            compare,
+            *TINY,
+            *CALIBRATION,
+            "budgets=[5.0]",
+            "searches=[uniform]",
+            "baselines=[]",
+            f"search.transform={name}",
+            f"run.folder={tmp_path}/{name}",
+        )
         assert code == 0, err
     rows = []
     for name in ("none", "hadamard_block"):
@@ -234,9 +258,14 @@ def test_two_processes_learn_the_rotations_of_one(tmp_path):
 def test_a_cuda_graph_learns_what_single_kernels_do(make_tiny):
     model = make_tiny("llama", train_steps=100, dtype="bfloat16").model.cuda()
     settings = {
-        "steps": 12, "raw_start": 1.0, "objective": "kl", "transform": "learned", "lr": 3.0,
-        "momentum": 0.9, "evaluate_every": 11,
-    }  # fmt: skip
+        "steps": 12,
+        "raw_start": 1.0,
+        "objective": "kl",
+        "transform": "learned",
+        "lr": 3.0,
+        "momentum": 0.9,
+        "evaluate_every": 11,
+    }
     batches = [TOKENS.repeat(2, 2), TOKENS.flip(1).repeat(2, 2)]
     found = [
         dmx.search(model, batches, dmx.Budget(5.0), search_config(**settings, cuda_graph=graph))

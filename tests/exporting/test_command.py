@@ -23,8 +23,11 @@ L0 = "model.layers.0"
 def run(run, tmp_path):
     """As everywhere, on a tiny random model; standard output on one line."""
     base = [
-        "model=tiny_random", "data=synthetic", "run.device=cpu", f"run.folder={tmp_path / 'run'}",
-    ]  # fmt: skip
+        "model=tiny_random",
+        "data=synthetic",
+        "run.device=cpu",
+        f"run.folder={tmp_path / 'run'}",
+    ]
 
     def command(module, *arguments):
         code, out, err = run(module, *base, *arguments)
@@ -174,10 +177,14 @@ def test_the_config_composes_with_its_defaults():
 def measure(run, tmp_path):
     def measured(*names, quantized="W,W+A", **settings):
         code, _, err = run(
-            evaluate, f"assignments=[{','.join(map(str, names))}]", "model.dtype=bfloat16",
-            "evaluation.window=64", "evaluation.max_windows=4",
-            f"evaluation.quantized=[{quantized}]", *(f"{k}={v}" for k, v in settings.items()),
-        )  # fmt: skip
+            evaluate,
+            f"assignments=[{','.join(map(str, names))}]",
+            "model.dtype=bfloat16",
+            "evaluation.window=64",
+            "evaluation.max_windows=4",
+            f"evaluation.quantized=[{quantized}]",
+            *(f"{k}={v}" for k, v in settings.items()),
+        )
         return Record.load(tmp_path / "run" / "record.json").rows if code == 0 else err
 
     return measured
@@ -190,13 +197,14 @@ def test_perplexity_of_the_files_is_that_of_the_assignment_to_the_last_digit(
     model = make_tiny("llama", dtype="bfloat16").model
     path = mixed(model, HELD[target]).save(tmp_path / "a.json")
     folder = tmp_path / "exported"
-    dmx.export(
-        model, path, folder, target=target, inputs=target == "torchao", verify=False
-    )  # fmt: skip
+    dmx.export(model, path, folder, target=target, inputs=target == "torchao", verify=False)
     rows = measure("bf16", path, folder)
     assert [(r.label, r.method.quantized) for r in rows[1:]] == [
-        ("a", "W"), ("a", "W+A"), ("files exported", "W"), ("files exported", "W+A")
-    ]  # fmt: skip
+        ("a", "W"),
+        ("a", "W+A"),
+        ("files exported", "W"),
+        ("files exported", "W+A"),
+    ]
     assert rows[1].window_nll == rows[3].window_nll
     assert rows[2].window_nll == rows[4].window_nll != rows[1].window_nll
     assert rows[0].perplexity != rows[1].perplexity

@@ -24,17 +24,26 @@ from mor.state import OPERANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
-    "train.max_steps=3", "train.window=32", "train.batch_size=4", "train.validation_windows=4",
-    "train.checkpoint_every=2", "run.device=cpu", "model.tiny.layers=1",
-    "data.calibration.max_characters=20000", "data.evaluation.max_characters=4000",
-)  # fmt: skip
+    "train.max_steps=3",
+    "train.window=32",
+    "train.batch_size=4",
+    "train.validation_windows=4",
+    "train.checkpoint_every=2",
+    "run.device=cpu",
+    "model.tiny.layers=1",
+    "data.calibration.max_characters=20000",
+    "data.evaluation.max_characters=4000",
+)
 
 
 def train_mor(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.train_mor", *arguments],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_trains_every_recipe_and_reports(tmp_path):
@@ -184,10 +193,23 @@ def test_columns_of_a_map_stand_at_their_steps():
 def test_of_two_processes_the_main_one_writes_the_rows(tmp_path):
     folder = tmp_path / "run"
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         "-m", "experiments.train_mor", "mor=[tensor]", f"run.folder={folder}", *SMALL],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=2",
+            "-m",
+            "experiments.train_mor",
+            "mor=[tensor]",
+            f"run.folder={folder}",
+            *SMALL,
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
     record = Record.load(folder / "record.json")
     row = json.loads((folder / "rows" / "tensor-0.json").read_text())

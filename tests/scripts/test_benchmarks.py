@@ -42,12 +42,18 @@ def test_the_report_is_made_again_from_the_kept_numbers(tmp_path, monkeypatch, c
 
 
 def test_other_libraries_are_timed_and_those_that_are_missing_say_why(monkeypatch):
-    monkeypatch.setattr(peers, "PEERS", {
-        "torch": lambda x: [kernels.Case("mxfp4", lambda x, other, out: x + 0, 1.0),
-                            kernels.Case("mxfp8_e4m3", lambda x, other, out: x.no_such(), 1.0)],
-        "numpy": lambda x: 1 / 0,
-        "no-such-library": lambda x: [],
-    })  # fmt: skip
+    monkeypatch.setattr(
+        peers,
+        "PEERS",
+        {
+            "torch": lambda x: [
+                kernels.Case("mxfp4", lambda x, other, out: x + 0, 1.0),
+                kernels.Case("mxfp8_e4m3", lambda x, other, out: x.no_such(), 1.0),
+            ],
+            "numpy": lambda x: 1 / 0,
+            "no-such-library": lambda x: [],
+        },
+    )
     rows = bench.peers("cpu", True)
     told = {(r["library"].partition(" ")[0], r["format"]): (r["ms"], r["reason"]) for r in rows}
     assert told["torch", "mxfp4"][0] > 0 and told["torch", "mxfp4"][1] is None
@@ -61,24 +67,51 @@ def test_other_libraries_are_timed_and_those_that_are_missing_say_why(monkeypatc
 
 def test_runs_of_other_machines_and_environments_are_merged():
     def peer(library, ms, where):
-        return {"size": "64", "dtype": "float32", "library": library, "format": "mxfp4", "ms": ms,
-                "x_copy": ms, "x_ours": ms, "reason": "not installed", "where": where}  # fmt: skip
+        return {
+            "size": "64",
+            "dtype": "float32",
+            "library": library,
+            "format": "mxfp4",
+            "ms": ms,
+            "x_copy": ms,
+            "x_ours": ms,
+            "reason": "not installed",
+            "where": where,
+        }
 
     def section(name, rows):
         return {"machine": {"name": name}, "rows": rows}
 
-    body = {"cpu": {
-        "kernels": section("old", []),
-        "peers": section("a", [peer("x 1", 2.0, "a"), peer("y", None, "a"), peer("z 1", 4.0, "a")]),
-    }}  # fmt: skip
+    body = {
+        "cpu": {
+            "kernels": section("old", []),
+            "peers": section(
+                "a", [peer("x 1", 2.0, "a"), peer("y", None, "a"), peer("z 1", 4.0, "a")]
+            ),
+        }
+    }
     bench.merge(body, {"cpu": {"kernels": section("new", [])}, "cuda": {"scans": section("c", [])}})
-    bench.merge(body, {"cpu": {"peers": section("b", [
-        peer("x 2", 3.0, "b"), peer("y 1", 5.0, "b"), peer("z", None, "b"),
-    ])}})  # fmt: skip
+    bench.merge(
+        body,
+        {
+            "cpu": {
+                "peers": section(
+                    "b",
+                    [
+                        peer("x 2", 3.0, "b"),
+                        peer("y 1", 5.0, "b"),
+                        peer("z", None, "b"),
+                    ],
+                )
+            }
+        },
+    )
     rows = body["cpu"]["peers"]["rows"]
     # A newer time replaces an older one and a reason; a reason replaces no time.
     assert [(r["library"], r["ms"], r["where"]) for r in rows] == [
-        ("x 2", 3.0, "b"), ("y 1", 5.0, "b"), ("z 1", 4.0, "a"),
-    ]  # fmt: skip
+        ("x 2", 3.0, "b"),
+        ("y 1", 5.0, "b"),
+        ("z 1", 4.0, "a"),
+    ]
     text = report.report(body)
     assert text.index("## GPU") < text.index("## CPU") and "new." in text and "old" not in text

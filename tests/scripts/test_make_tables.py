@@ -461,22 +461,49 @@ def test_outlier_run_names_what_fell_back():
 def net_record(**fields: object) -> dict:
     report = {"fallback_rate": 0.01, "effective_element_bits": 5.2}
     hurt = {
-        "layers": [3], "channels": 32, "full_precision": 21.0, "full_precision_with_outliers": 21.0,
-        "clean": 28.0, "without": 49.0, "with": 28.2, "report": report, "fell_back": {"a": {}},
-    }  # fmt: skip
+        "layers": [3],
+        "channels": 32,
+        "full_precision": 21.0,
+        "full_precision_with_outliers": 21.0,
+        "clean": 28.0,
+        "without": 49.0,
+        "with": 28.2,
+        "report": report,
+        "fell_back": {"a": {}},
+    }
     point = {"weight_element_bits": 5.0, "input_element_bits": 5.0, "fallback_rate": None}
     return {
-        "schema": "mor.safety_net/1", "model": {"id": "m"}, "assignment": "x", "search": "differentiable",
-        "format": None, "margin": 1.25, "device": "d", "window": 8, "tokens": 64,
+        "schema": "mor.safety_net/1",
+        "model": {"id": "m"},
+        "assignment": "x",
+        "search": "differentiable",
+        "format": None,
+        "margin": 1.25,
+        "device": "d",
+        "window": 8,
+        "tokens": 64,
         "clean": {"full_precision": 21.0, "without": 28.0, "with": 28.14, "report": report},
         "outliers": hurt,
         "curve": [
-            point | {"search": None, "format": "mxfp4", "threshold": 0.25, "fallback_rate": 0.5,
-                     "perplexity": 35.0, "element_bits": 15.0},
-            point | {"search": "kl_per_bit", "format": None, "threshold": None, "perplexity": 33.0,
-                     "element_bits": 4.5},
+            point
+            | {
+                "search": None,
+                "format": "mxfp4",
+                "threshold": 0.25,
+                "fallback_rate": 0.5,
+                "perplexity": 35.0,
+                "element_bits": 15.0,
+            },
+            point
+            | {
+                "search": "kl_per_bit",
+                "format": None,
+                "threshold": None,
+                "perplexity": 33.0,
+                "element_bits": 4.5,
+            },
         ],
-    } | fields  # fmt: skip
+    } | fields
 
 
 def test_safety_net_page_says_what_the_net_costs_and_saves():

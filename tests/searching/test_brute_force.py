@@ -96,10 +96,18 @@ def test_no_assignment_has_a_loss_that_is_one_percent_lower(operands, family, sh
         # Steps small and many enough for the offsets to settle (at lr 3 some searches of three stops
         # end 20 % above the best), and the objective that the choices are judged by.
         search_config(
-            name="differentiable", family=family, choices=operands, objective="kl", raw_start=1.0, lr=0.3,
-            momentum=0.9, lr_schedule="cosine", steps=1000, evaluate_every=1000,
+            name="differentiable",
+            family=family,
+            choices=operands,
+            objective="kl",
+            raw_start=1.0,
+            lr=0.3,
+            momentum=0.9,
+            lr_schedule="cosine",
+            steps=1000,
+            evaluate_every=1000,
         ),
-    ]  # fmt: skip
+    ]
     space, budget = search_space(model, configs[0]), Budget(limit)
     of_choice = losses(model, space, budget, tokens)
     best = min(of_choice.values())

@@ -50,8 +50,10 @@ def test_shared_settings_give_a_search_what_it_uses(name):
 def test_what_none_of_several_searches_uses_is_told():
     assert ALL.unused(SEARCHES) == []
     assert ALL.unused(["kl", "random"]) == [
-        "search.steps=7", "search.objective=kl", "search.descent.lr=3.0"
-    ]  # fmt: skip
+        "search.steps=7",
+        "search.objective=kl",
+        "search.descent.lr=3.0",
+    ]
     assert ALL.unused(["uniform", "differentiable"]) == ["search.score_batches=2"]
 
 

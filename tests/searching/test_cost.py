@@ -91,8 +91,14 @@ def gradient_of(model, batches, *, checkpointing):
 
         handles.append(block.self_attn.register_forward_hook(count))
     search = DifferentiableSearch(
-        model, batches, search_space(model, config), Budget(5.0), config, folder=None, fingerprint=""
-    )  # fmt: skip
+        model,
+        batches,
+        search_space(model, config),
+        Budget(5.0),
+        config,
+        folder=None,
+        fingerprint="",
+    )
     gradients = []
     gradient = search._gradient
     search._gradient = lambda *a: gradients.append(gradient(*a)) or gradients[-1]
@@ -176,9 +182,10 @@ def test_a_step_waits_for_the_device_once(options, tiny, monkeypatch):
         patch.setattr(torch.Tensor, "cpu", lambda x: transfers.append(x.shape) or cpu(x))
         for name in ("tolist", "item", "__float__", "__bool__"):
             patch.setattr(
-                torch.Tensor, name,
+                torch.Tensor,
+                name,
                 lambda *_, name=name: pytest.fail(f"a step reads a tensor by {name}"),
-            )  # fmt: skip
+            )
         search.step = 1  # no measurement at this one
         row = search.take_step(bank, lambda *_: (parts, gradient), 0)
     assert len(transfers) == 1

@@ -81,9 +81,13 @@ def test_one_shift_brings_the_average_to_the_target_from_below(family, temperatu
 def test_an_exact_search_holds_its_soft_average_at_the_budget(family, scale, tiny):
     model, batches = tiny
     config = search_config(
-        family=family, penalty="exact", gradient_scale=scale, steps=20, evaluate_every=20,
+        family=family,
+        penalty="exact",
+        gradient_scale=scale,
+        steps=20,
+        evaluate_every=20,
         anneal_from=1.0,
-    )  # fmt: skip
+    )
     result = dmx.search(model, batches, Budget(4.8), config)
     bits = np.array([row["soft_bits"] for row in result.history])
     assert (abs(bits - 4.8) < 2e-3).all()
@@ -162,12 +166,21 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(options, tiny, tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gradient_scale": "element"}, r"search\.descent\.gradient_scale='element'.*Did you mean 'elements'"),
+        (
+            {"gradient_scale": "element"},
+            r"search\.descent\.gradient_scale='element'.*Did you mean 'elements'",
+        ),
         ({"penalty": "exakt"}, r"search\.descent\.penalty='exakt'.*Did you mean 'exact'"),
-        ({"penalty": "exact", "slope": 1.0}, r"search\.descent\.slope=1\.0 belongs to .*penalty=hinge"),
-        ({"penalty_lambda": 1.0}, r"penalty_lambda=1\.0 belongs to .*penalty=scaling, which is hinge"),
+        (
+            {"penalty": "exact", "slope": 1.0},
+            r"search\.descent\.slope=1\.0 belongs to .*penalty=hinge",
+        ),
+        (
+            {"penalty_lambda": 1.0},
+            r"penalty_lambda=1\.0 belongs to .*penalty=scaling, which is hinge",
+        ),
     ],
-)  # fmt: skip
+)
 def test_impossible_settings_are_refused(options, words):
     with pytest.raises(DmxError, match=words):
         search_config(**options)

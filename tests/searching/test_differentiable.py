@@ -59,9 +59,14 @@ def tiny(tiny_random):
 
 # The published settings may drive every offset of such a small model to 0 in so few steps.
 STEADY = {
-    "objective": "kl", "raw_start": 1.0, "lr": 3.0, "momentum": 0.9, "lr_schedule": "cosine",
-    "steps": 60, "evaluate_every": 60,
-}  # fmt: skip
+    "objective": "kl",
+    "raw_start": 1.0,
+    "lr": 3.0,
+    "momentum": 0.9,
+    "lr_schedule": "cosine",
+    "steps": 60,
+    "evaluate_every": 60,
+}
 
 
 def test_it_beats_the_uniform_format_of_the_same_budget(tiny_trained):
@@ -130,11 +135,20 @@ def test_every_setting_ends_within_the_budget_and_maximal(operands, family, unit
         itertools.product(("fused", "layer"), ("elements", "layers"), ("differentiable", "random"))
     ):
         config = search_config(
-            name=name, family=family, units=units, weighting=weighting, steps=4, raw_start=1.0,
-            evaluate_every=4, seed=i, penalty=("hinge", "scaling")[i % 2],
-            objective=("kl", "cross_entropy")[i % 2], exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"}, choices=operands,
-        )  # fmt: skip
+            name=name,
+            family=family,
+            units=units,
+            weighting=weighting,
+            steps=4,
+            raw_start=1.0,
+            evaluate_every=4,
+            seed=i,
+            penalty=("hinge", "scaling")[i % 2],
+            objective=("kl", "cross_entropy")[i % 2],
+            exclude=["*.1.self_attn.o_proj"],
+            fixed={"*.0.mlp.down_proj": "mxfp8"},
+            choices=operands,
+        )
         space = search_space(model, config)
         low, high = space.bounds(unit)
         budget = Budget(low + (high - low) * (0.2 + 0.1 * i), unit)
@@ -200,11 +214,13 @@ def test_checkpointing_changes_memory_not_numbers(tiny):
     model, batches = tiny
     found = [
         dmx.search(
-            model, batches, Budget(5.0),
+            model,
+            batches,
+            Budget(5.0),
             search_config(steps=4, raw_start=1.0, gradient_checkpointing=on),
         ).history
         for on in (False, True)
-    ]  # fmt: skip
+    ]
     assert numbers(found[0]) == numbers(found[1])
 
 
@@ -232,9 +248,19 @@ def test_the_history_says_what_happened_at_every_step(tiny, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert rows == result.history and [row["step"] for row in rows] == list(range(7))
     keys = {
-        "step", "temperature", "lr", "loss", "penalty", "soft_bits", "hard_bits",
-        "projected_bits", "soft_loss", "hard_loss", "projected_loss", "grad_norm",
-    }  # fmt: skip
+        "step",
+        "temperature",
+        "lr",
+        "loss",
+        "penalty",
+        "soft_bits",
+        "hard_bits",
+        "projected_bits",
+        "soft_loss",
+        "hard_loss",
+        "projected_loss",
+        "grad_norm",
+    }
     assert all(keys <= set(row) for row in rows)
     measured = [row["step"] for row in rows if row["hard_loss"] is not None]
     assert measured == [0, 3, 6]
@@ -455,11 +481,14 @@ def test_impossible_settings_are_refused(options, words):
         ({"exclude": ["*.k_proj"]}, True),
         ({"fixed": {"*.up_proj": "mxfp8"}}, True),
         ({"fixed": {"*.up_proj": "bf16"}}, True),
-        ({"exclude": ["*.[qkv]_proj"], "fixed": {"*.gate_proj": "mxfp8", "*.up_proj": "mxfp8"}}, False),
+        (
+            {"exclude": ["*.[qkv]_proj"], "fixed": {"*.gate_proj": "mxfp8", "*.up_proj": "mxfp8"}},
+            False,
+        ),
         ({"exclude": ["*.o_proj"]}, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_target_that_fuses_layers_refuses_patterns_that_split_a_group(options, splits, tiny):
     model, _ = tiny
     search_space(model, search_config(family="mxfp8_mxfp4", **options))
@@ -521,11 +550,15 @@ def test_quantized_peft_and_expert_models_are_refused(tiny):
         ({"layer_types": ["full_attention"] * 2, "sliding_window": 64}, 65, True),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 64, True),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, 65, False),
-        ({"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 64}, 8, False),
+        (
+            {"layer_types": ["sliding_attention", "linear_attention"], "sliding_window": 64},
+            8,
+            False,
+        ),
         ({"_attn_implementation": "eager"}, 8, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_attention_needs_no_mask_only_where_nothing_but_the_future_is_hidden(
     options, length, causal
 ):
@@ -560,8 +593,10 @@ def test_the_callers_mode_changes_nothing(mode, tiny):
 
 def test_models_without_usable_weights_are_refused(tiny):
     model, batches = tiny
-    for other, words in ((copy.deepcopy(model).double(), "is float64; .*model.float"),
-                         (copy.deepcopy(model).to("meta"), "is on the meta device: load")):  # fmt: skip
+    for other, words in (
+        (copy.deepcopy(model).double(), "is float64; .*model.float"),
+        (copy.deepcopy(model).to("meta"), "is on the meta device: load"),
+    ):
         with pytest.raises(ModelError, match=words):
             dmx.search(other, batches, Budget(5.0), search_config())
 

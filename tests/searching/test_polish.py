@@ -44,9 +44,16 @@ def void(_):
 
 def polish(model, tokens, budget, config, start, folder=None):
     run = Polish(
-        model, tokens, search_space(model, config), budget, config,
-        start=np.array(start), folder=folder, fingerprint="", clock=Stopwatch(),
-    )  # fmt: skip
+        model,
+        tokens,
+        search_space(model, config),
+        budget,
+        config,
+        start=np.array(start),
+        folder=folder,
+        fingerprint="",
+        clock=Stopwatch(),
+    )
     run.run()
     return run
 
@@ -60,9 +67,10 @@ def all_divergences(run):
     """choice -> KL of every maximal choice, by whole passes."""
     found = {}
     n_units, n_formats = len(run.space.units), len(run.space.formats)
-    with torch.no_grad(), searching_model(
-        run.model, run.space, run.config.format_family, "floor"
-    ) as bank:  # fmt: skip
+    with (
+        torch.no_grad(),
+        searching_model(run.model, run.space, run.config.format_family, "floor") as bank,
+    ):
         for choice in itertools.product(range(n_formats), repeat=n_units):
             if is_maximal(run.space, run.budget, np.array(choice)):
                 found[choice] = run.divergence(np.array(choice), bank)
@@ -109,9 +117,14 @@ def test_each_round_is_measured_right_and_none_is_worse(tiny):
 def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny, monkeypatch):
     model, tokens = tiny
     config = search_config(
-        name="random", polish_rounds=1, units="layer", include_lm_head=True,
-        family="mxfp8_mxfp6_mxfp4", fixed={"*.0.mlp.down_proj": "mxfp4"}, choices=operands,
-    )  # fmt: skip
+        name="random",
+        polish_rounds=1,
+        units="layer",
+        include_lm_head=True,
+        family="mxfp8_mxfp6_mxfp4",
+        fixed={"*.0.mlp.down_proj": "mxfp4"},
+        choices=operands,
+    )
     space = search_space(model, config)
     start = random_start(space, Budget(5.5), 1)
     quick = polish(model, tokens, Budget(5.5), config, start)
@@ -135,10 +148,18 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
         itertools.product(("fused", "layer"), ("elements", "layers")), start=1
     ):
         config = search_config(
-            name=name, family=family, units=units, weighting=weighting, polish_rounds=rounds,
-            polish_batches=1, steps=2, raw_start=1.0, exclude=["*.1.self_attn.o_proj"],
-            fixed={"*.0.mlp.down_proj": "mxfp8"}, choices=("joint", "separate")[rounds % 2],
-        )  # fmt: skip
+            name=name,
+            family=family,
+            units=units,
+            weighting=weighting,
+            polish_rounds=rounds,
+            polish_batches=1,
+            steps=2,
+            raw_start=1.0,
+            exclude=["*.1.self_attn.o_proj"],
+            fixed={"*.0.mlp.down_proj": "mxfp8"},
+            choices=("joint", "separate")[rounds % 2],
+        )
         space = search_space(model, config)
         low, high = space.bounds(unit)
         budget = Budget(low + (high - low) * 0.21 * rounds, unit)
@@ -218,9 +239,14 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tin
     if has_fresh:
         tokens = tokens + [t.flip(0) + 1 for t in tokens]
     config = search_config(
-        name=name, polish_rounds=6, polish_batches=1, steps=6, raw_start=1.0, checkpoint_every=2,
+        name=name,
+        polish_rounds=6,
+        polish_batches=1,
+        steps=6,
+        raw_start=1.0,
+        checkpoint_every=2,
         evaluate_every=6,
-    )  # fmt: skip
+    )
     calls = itertools.count()
     handle = model.register_forward_hook(lambda *_: void(next(calls)))
     whole = dmx.search(model, tokens, Budget(4.8), config, folder=tmp_path / "whole")
@@ -345,9 +371,16 @@ def test_rounds_measure_on_fresh_batches_and_remember(tiny):
     space = search_space(model, config)
     start = random_start(space, Budget(5.0), 1)
     run = Polish(
-        model, tokens + [t.flip(0) + 1 for t in tokens], space, Budget(5.0), config, start=start,
-        folder=None, fingerprint="", clock=Stopwatch(),
-    )  # fmt: skip
+        model,
+        tokens + [t.flip(0) + 1 for t in tokens],
+        space,
+        Budget(5.0),
+        config,
+        start=start,
+        folder=None,
+        fingerprint="",
+        clock=Stopwatch(),
+    )
     measured, seen = [], []
     measure, measured_on = run._measure, run.measured_on
     run._measure = lambda *a: measured.append(measure(*a)) or measured[-1]
@@ -381,10 +414,16 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     def roles(n_batches, polish_batches):
         config = search_config(name="random", polish_rounds=1, polish_batches=polish_batches)
         made = Polish(
-            model, (tokens * 20)[:n_batches], space, Budget(5.0), config,
-            start=random_start(space, Budget(5.0), 0), folder=None, fingerprint="",
+            model,
+            (tokens * 20)[:n_batches],
+            space,
+            Budget(5.0),
+            config,
+            start=random_start(space, Budget(5.0), 0),
+            folder=None,
+            fingerprint="",
             clock=Stopwatch(),
-        )  # fmt: skip
+        )
         return list(made.measuring), list(made.judging)
 
     assert roles(1, None) == ([0], [0])
@@ -397,9 +436,16 @@ def test_what_was_measured_on_some_batches_is_verified_on_others(tiny):
     config = search_config(name="random", polish_rounds=3, polish_batches=1)
     start = random_start(space, Budget(4.8), 1)
     run = Polish(
-        model, tokens, space, Budget(4.8), config, start=start, folder=None, fingerprint="",
+        model,
+        tokens,
+        space,
+        Budget(4.8),
+        config,
+        start=start,
+        folder=None,
+        fingerprint="",
         clock=Stopwatch(),
-    )  # fmt: skip
+    )
     run.divergence = lambda choice, _: float((choice != start).sum())
     run.run()
     assert np.array_equal(run.choice, start) and run.is_finished
@@ -410,9 +456,16 @@ def test_a_step_keeps_what_an_earlier_choice_showed_of_it(tiny):
     config = search_config(name="random", polish_rounds=1, family="mxfp8_mxfp6_mxfp4")
     space = search_space(model, config)
     run = Polish(
-        model, tokens, space, Budget(8.0), config, start=np.zeros(len(space.units)), folder=None,
-        fingerprint="", clock=Stopwatch(),
-    )  # fmt: skip
+        model,
+        tokens,
+        space,
+        Budget(8.0),
+        config,
+        start=np.zeros(len(space.units)),
+        folder=None,
+        fingerprint="",
+        clock=Stopwatch(),
+    )
     run.gains.learn(np.tile([16.0, np.nan], (len(space.units), 1)))
     np.testing.assert_array_equal(run.gains.gain[0], [16.0, 1.0])  # the upper step by STEP_RATIO
     np.testing.assert_array_equal(run.gains.scores(run.choice)[0], [0.0, -16.0, np.inf])
@@ -437,12 +490,21 @@ def test_two_rounds_in_a_row_without_a_better_choice_end_it(tiny):
     config = search_config(name="random", polish_rounds=9, polish_batches=1)
     space = search_space(model, config)
     run = Polish(
-        model, tokens * 2, space, Budget(5.0), config, start=random_start(space, Budget(5.0), 1),
-        folder=None, fingerprint="", clock=Stopwatch(),
-    )  # fmt: skip
+        model,
+        tokens * 2,
+        space,
+        Budget(5.0),
+        config,
+        start=random_start(space, Budget(5.0), 1),
+        folder=None,
+        fingerprint="",
+        clock=Stopwatch(),
+    )
     better = iter([False, True, False, False])
     run._best_nearby = lambda _scores, _divergence, now: (
-        run.choice.copy() if next(better) else run.choice, now, 1
-    )  # fmt: skip
+        run.choice.copy() if next(better) else run.choice,
+        now,
+        1,
+    )
     run.run()
     assert run.is_finished and len(run.rows) == 1 + 4

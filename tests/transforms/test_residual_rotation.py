@@ -14,8 +14,47 @@ from dmx.formats import get_family
 from dmx.transforms.hadamard import hadamard_matrix, hadamard_transform
 from dmx.transforms.residual import rotate_residual
 
-WIDTHS = (576, 768, 896, 960, 1024, 1152, 1536, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 8192, 14336)  # fmt: skip
-SMALL_ORDERS = (1, 2, 4, 8, 12, 20, 24, 28, 32, 36, 44, 60, 64, 80, 96, 108, 128, 148, 576, 768, 960)  # fmt: skip
+WIDTHS = (
+    576,
+    768,
+    896,
+    960,
+    1024,
+    1152,
+    1536,
+    2048,
+    2304,
+    2560,
+    3072,
+    3584,
+    4096,
+    5120,
+    8192,
+    14336,
+)
+SMALL_ORDERS = (
+    1,
+    2,
+    4,
+    8,
+    12,
+    20,
+    24,
+    28,
+    32,
+    36,
+    44,
+    60,
+    64,
+    80,
+    96,
+    108,
+    128,
+    148,
+    576,
+    768,
+    960,
+)
 TOKENS = torch.arange(2 * 40).reshape(2, 40) * 31 % 288
 MODELS = {
     "llama": {"architecture": "llama"},
@@ -23,9 +62,21 @@ MODELS = {
     "qwen3": {"architecture": "qwen3"},
     "qwen3_tied_wide_heads": {"architecture": "qwen3", "tied": True, "head_dim": 32},
     "qwen2_with_biases": {"architecture": "qwen2"},
-    "smollm2_576": {"architecture": "smollm2", "hidden_size": 576, "intermediate_size": 1536, "heads": 9, "kv_heads": 3},
-    "paley_heads": {"architecture": "llama", "hidden_size": 48, "intermediate_size": 96, "heads": 4, "kv_heads": 1},
-}  # fmt: skip
+    "smollm2_576": {
+        "architecture": "smollm2",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "heads": 9,
+        "kv_heads": 3,
+    },
+    "paley_heads": {
+        "architecture": "llama",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "heads": 4,
+        "kv_heads": 1,
+    },
+}
 
 
 def logits(model):
@@ -129,7 +180,11 @@ def test_a_rotated_model_has_the_same_logits(model, value_heads, block_size):
     assert change(before, logits(model)) < 2e-5
     assert not torch.allclose(embedding, model.get_input_embeddings().weight, atol=1e-3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    norms = [p for n, p in model.named_parameters() if n.endswith(("layernorm.weight", "model.norm.weight"))]  # fmt: skip
+    norms = [
+        p
+        for n, p in model.named_parameters()
+        if n.endswith(("layernorm.weight", "model.norm.weight"))
+    ]
     assert len(norms) == 5 and all((p == 1).all() for p in norms)
     assert model.lm_head.weight is not model.get_input_embeddings().weight
 
@@ -163,9 +218,14 @@ def test_mistral_is_built_as_llama_is():
     from transformers import AutoModelForCausalLM, MistralConfig
 
     config = MistralConfig(
-        vocab_size=288, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=16,
-    )  # fmt: skip
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+    )
     model = stir(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     before = logits(model)
     rotate_residual(model)
@@ -243,8 +303,10 @@ def test_blocks_in_heads_divide_both_sizes(make_tiny):
     rows = weight.reshape(3, 4, 48)  # a group of four rows reads its own four channels' block of 8
     reads = (rows.abs() > 1e-6).any(1)
     assert [row.nonzero().flatten().tolist() for row in reads] == [
-        list(range(8)), list(range(8)), list(range(8, 16)),
-    ]  # fmt: skip
+        list(range(8)),
+        list(range(8)),
+        list(range(8, 16)),
+    ]
 
 
 # ---------------------------------------------------------------- undo
@@ -306,9 +368,15 @@ def _from_config(name, **options):
     import transformers
 
     sizes = {
-        "vocab_size": 288, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None, **options,
-    }  # fmt: skip
+        "vocab_size": 288,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": None,
+        **options,
+    }
     config = getattr(transformers, f"{name}Config")(**sizes)
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -426,7 +494,7 @@ REFUSED = {
         r"its logits change by .* compute something else",
     ),
     "no head": (_without("lm_head"), r"it has no lm_head"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)

@@ -100,8 +100,10 @@ def test_a_transformed_model_computes_the_same_function(make_tiny, architecture,
     layers = uniform(model, Transform()).quantized
     with transformed(model, transform, layers):
         assert relative(logits(model), expected) < 2e-6
-        assert not torch.equal(model.model.layers[0].mlp.up_proj.weight,
-                               before[1]["model.layers.0.mlp.up_proj.weight"][1])  # fmt: skip
+        assert not torch.equal(
+            model.model.layers[0].mlp.up_proj.weight,
+            before[1]["model.layers.0.mlp.up_proj.weight"][1],
+        )
     check_same(model, before)
     assert torch.equal(logits(model), expected)
 
@@ -357,9 +359,10 @@ def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
         ops,
         "continuous_fake_quant_backward",
         lambda grad, x, parameters, needs_grad_x=True: (
-            2 * grad * (1 - torch.tanh(2 * x) ** 2) if needs_grad_x else None, torch.zeros(()),
+            2 * grad * (1 - torch.tanh(2 * x) ** 2) if needs_grad_x else None,
+            torch.zeros(()),
         ),
-    )  # fmt: skip
+    )
     model = make_tiny("llama", layers=1).model
     space = search_space(model, search_config(fixed={"*o_proj": "mxfp8_e4m3"}))
     rotations = rotations_of(model, space)
@@ -444,9 +447,16 @@ def reference_gradient(model, bank, search):
 
 
 LEARN = {
-    "transform": "learned", "objective": "kl", "raw_start": 1.0, "lr": 3.0, "momentum": 0.9,
-    "lr_schedule": "cosine", "steps": 12, "evaluate_every": 11, "checkpoint_every": 2,
-}  # fmt: skip
+    "transform": "learned",
+    "objective": "kl",
+    "raw_start": 1.0,
+    "lr": 3.0,
+    "momentum": 0.9,
+    "lr_schedule": "cosine",
+    "steps": 12,
+    "evaluate_every": 11,
+    "checkpoint_every": 2,
+}
 
 
 def text_batches(count=8):
@@ -489,11 +499,13 @@ def test_checkpointing_changes_no_number_of_a_search_that_learns(make_tiny):
     settings = {**LEARN, "penalty": "exact"}
     found = [
         dmx.search(
-            model, text_batches(2), dmx.Budget(5.0),
+            model,
+            text_batches(2),
+            dmx.Budget(5.0),
             search_config(**settings, include_lm_head=True, gradient_checkpointing=on),
         )
         for on in (False, True)
-    ]  # fmt: skip
+    ]
     check_same(model, before)
     assert np.allclose(found[0].raw_offsets, found[1].raw_offsets, atol=1e-4)
     rotations = Transform.of(found[0].assignment).rotations
@@ -618,10 +630,15 @@ def damaged(content, kind):
 
 
 DAMAGE = {
-    "bytes": "no safetensors file", "orthogonality": "not orthogonal", "nan": "not orthogonal",
-    "dtype": "expected one rotation", "size": "float32 .32, 32.", "blocks": "one rotation for all blocks",
-    "missing": "lacks model.layers", "unknown": "holds model.layers.9",
-}  # fmt: skip
+    "bytes": "no safetensors file",
+    "orthogonality": "not orthogonal",
+    "nan": "not orthogonal",
+    "dtype": "expected one rotation",
+    "size": "float32 .32, 32.",
+    "blocks": "one rotation for all blocks",
+    "missing": "lacks model.layers",
+    "unknown": "holds model.layers.9",
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -541,10 +541,18 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
 
 
 TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer", "gptq.batches=2",
-]  # fmt: skip
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "calibration.window=32",
+    "calibration.batch_size=2",
+    "calibration.batches=3",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=6",
+    "search.units=layer",
+    "gptq.batches=2",
+]
 GIVEN = [a for a in TINY if not a.startswith(("search", "gptq"))]
 
 
@@ -555,10 +563,16 @@ def rows_of():
 
 def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_path):
     code, _out, err = run(
-        compare, *TINY, "searches=[fisher,differentiable]", "search.steps=3", "budgets=[4.7]",
-        "baselines=[]", "weights=[nearest,gptq]", "safety=calibrated",
+        compare,
+        *TINY,
+        "searches=[fisher,differentiable]",
+        "search.steps=3",
+        "budgets=[4.7]",
+        "baselines=[]",
+        "weights=[nearest,gptq]",
+        "safety=calibrated",
         f"run.folder={tmp_path}/run",
-    )  # fmt: skip
+    )
     assert code == 0, err
     rows = rows_of(tmp_path / "run")
     ends = ["", " + net", " + gptq", " + gptq + net"]
@@ -572,17 +586,24 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     assert rounded.weights["batches"] == 2 and rounded.weights["seconds"] > 0
     assert not list((tmp_path / "run").rglob("gptq_state"))
     code, _out, err = run(
-        evaluate, *GIVEN, f"assignments=[{folder}/assignment.json,{folder}/assignment.gptq.json]",
+        evaluate,
+        *GIVEN,
+        f"assignments=[{folder}/assignment.json,{folder}/assignment.gptq.json]",
         f"run.folder={tmp_path}/again",
-    )  # fmt: skip
+    )
     assert code == 0, err
     again = rows_of(tmp_path / "again")
     assert [r.label for r in again] == ["fisher", "fisher + gptq"]
     assert [r.nll for r in again] == [rows[0].nll, rows[2].nll]
     code, _out, err = run(
-        compare, *TINY, "searches=[fisher]", "budgets=[4.7]", "baselines=[]", "weights=[gptq]",
+        compare,
+        *TINY,
+        "searches=[fisher]",
+        "budgets=[4.7]",
+        "baselines=[]",
+        "weights=[gptq]",
         f"run.folder={tmp_path}/alone",
-    )  # fmt: skip
+    )
     assert code == 0, err
     assert [r.label for r in rows_of(tmp_path / "alone")] == ["fisher + gptq"]
     for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0"):
@@ -591,9 +612,13 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
 
 
 COMMAND = [
-    *TINY, "budget.limit=4.7", "search=fisher", "baselines=[kl]", "weights=gptq",
+    *TINY,
+    "budget.limit=4.7",
+    "search=fisher",
+    "baselines=[kl]",
+    "weights=gptq",
     "model.tiny.layers=12",
-]  # fmt: skip
+]
 
 
 def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tmp_path):
@@ -604,9 +629,11 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     folder = tmp_path / "stopped"
     command = [sys.executable, "-m", "experiments.search", *COMMAND, f"run.folder={folder}"]
     process = subprocess.Popen(
-        command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        command,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     deadline = time.time() + 120
     while not list(folder.glob("*/gptq_state/*.safetensors")) and time.time() < deadline:
         assert process.poll() is None, "it ended before it could be stopped"
