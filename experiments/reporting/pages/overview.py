@@ -68,7 +68,7 @@ README_METHODS = (
     replace(_DMX, polish=True),
     replace(_DMX, weights="gptq"),
     replace(_DMX, transform="hadamard_block", weights="gptq"),
-    replace(_DMX, transform="learned", weights="gptq"),
+    replace(_DMX, weights="learned"),
 )
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
