@@ -13,12 +13,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
-from dmx.data import DataPair
 from dmx.formats import BitUnit, check_choice
-from dmx.models import ModelConfig
 from dmx.searching import SearchSettings
-from dmx.weights.config import WEIGHTS, GptqConfig
-from dmx.weights.learned import LearnConfig
+from dmx.weights.config import WEIGHTS
 
 from .running import settings
 from .running.ablation import print_ablation
@@ -32,13 +29,9 @@ from .running.run import Run
 
 
 @dataclass(kw_only=True)
-class CompareRun:
+class CompareRun(settings.SearchingRun):
     """python -m experiments.compare"""
 
-    model: ModelConfig
-    data: DataPair
-    calibration: settings.CalibrationConfig
-    evaluation: settings.EvaluationConfig
     search: SearchSettings
     """Settings of every search, each taking what it uses; its name is taken from `searches`."""
     budgets: list[float]
@@ -59,11 +52,6 @@ class CompareRun:
     """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
     weights: list[str]
     """nearest, mse, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
-    gptq: GptqConfig
-    learn: LearnConfig
-    training: settings.TrainingConfig
-    """Batches of `data.training`, for learn."""
-    run: settings.RunConfig
 
     def __post_init__(self) -> None:
         check_choice(self.safety, settings.SAFETY, "safety")
@@ -81,8 +69,7 @@ def main(cfg: DictConfig) -> None:
     config = build_root(CompareRun, cfg)
     if not config.collect:
         measured = config.evaluation if config.eval.perplexity else None
-        learns = "learned" in config.weights
-        training = config.training.beside(config.calibration) if learns else None
+        training = config.training_for(config.weights)
         config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
@@ -91,11 +78,9 @@ def main(cfg: DictConfig) -> None:
         if config.collect:
             collect_runs(Path(config.collect), run)
         else:
-            bench = Bench(
-                run, config.model, config.data, config.evaluation, calibration=config.calibration,
-                measured=config.eval, safety=config.safety, weights=config.weights, gptq=config.gptq,
-                learn=config.learn, training=config.training,
-            )  # fmt: skip
+            bench = Bench.of(
+                run, config, config.weights, measured=config.eval, safety=config.safety
+            )
             if asked is not None:
                 return print_ablation(bench, config.search, asked, str(config.ablate))
             config.plan.measure(bench, config.baselines)

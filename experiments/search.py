@@ -11,12 +11,10 @@ from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data import DataPair
 from dmx.formats import check_choice
-from dmx.models import ModelConfig, meta_model
+from dmx.models import meta_model
 from dmx.searching import SearchSettings, search_space
-from dmx.weights.config import WEIGHTS, GptqConfig
-from dmx.weights.learned import LearnConfig
+from dmx.weights.config import WEIGHTS
 
 from .reporting.verdicts import verdicts
 from .running.bench import Bench, check_windows
@@ -25,24 +23,13 @@ from .running.guard import entry_point
 from .running.pace import Pace
 from .running.plan import SearchPlan
 from .running.run import Run
-from .running.settings import (
-    BASELINES,
-    CalibrationConfig,
-    EvaluationConfig,
-    RunConfig,
-    TrainingConfig,
-    check_each,
-)
+from .running.settings import BASELINES, SearchingRun, check_each
 
 
 @dataclass(kw_only=True)
-class SearchRun:
+class SearchRun(SearchingRun):
     """python -m experiments.search"""
 
-    model: ModelConfig
-    data: DataPair
-    calibration: CalibrationConfig
-    evaluation: EvaluationConfig
     budget: Budget
     search: SearchSettings
     baselines: list[str]
@@ -54,11 +41,6 @@ class SearchRun:
     weights: str
     """nearest | mse | gptq | learned: every searched assignment is measured a second time, with such
     weights."""
-    gptq: GptqConfig
-    learn: LearnConfig
-    training: TrainingConfig
-    """Batches of `data.training`, for learn."""
-    run: RunConfig
 
     def __post_init__(self) -> None:
         check_choice(self.weights, WEIGHTS, "weights")
@@ -75,16 +57,12 @@ def main(cfg: DictConfig) -> float | None:
     # What follows from shapes alone is refused before weights load.
     meta = meta_model(config.model)
     search_space(meta, config.search).check_budget(config.budget, warn=False)
-    training = config.training.beside(config.calibration) if config.weights == "learned" else None
+    training = config.training_for([config.weights])
     check_windows(meta, config.calibration, config.evaluation, training)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
-        bench = Bench(
-            run, config.model, config.data, config.evaluation, calibration=config.calibration,
-            weights=list(dict.fromkeys(("nearest", config.weights))), gptq=config.gptq,
-            learn=config.learn, training=config.training,
-        )  # fmt: skip
+        bench = Bench.of(run, config, list(dict.fromkeys(("nearest", config.weights))))
         pace = Pace(bench, config.plan) if config.pace else None
         config.plan.measure(bench)
         run.pace = None if pace is None else pace.ended()

@@ -451,6 +451,7 @@ def learn_weights(
         run.run()
         stored = _store(masters, samples, assignment)
     facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
+    facts["cuda_graph"] = "on" if run.uses_graph else "off"
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
 

@@ -30,7 +30,7 @@ from .measuring import measure_losses, measure_tasks
 from .provenance import batches_facts, windows_facts
 from .rows import make_row, method_of
 from .run import Run
-from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, TrainingConfig
+from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, SearchingRun, TrainingConfig
 
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
@@ -112,6 +112,22 @@ class Bench:
             run.data["evaluation"] = windows_facts(text, tokens, evaluation.window)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
+
+    @classmethod
+    def of(cls, run: Run, config: SearchingRun, weights: Sequence[str], **options: Any) -> "Bench":
+        """For a command that searches; options as `measured` and `safety` of the class."""
+        return cls(
+            run,
+            config.model,
+            config.data,
+            config.evaluation,
+            calibration=config.calibration,
+            weights=weights,
+            gptq=config.gptq,
+            learn=config.learn,
+            training=config.training,
+            **options,
+        )
 
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""

@@ -2,15 +2,20 @@
 they are; each command's own schema is beside its entry point."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dmx.data import DataPair
 from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import MX_FORMATS, check_choice
+from dmx.models import ModelConfig
+from dmx.weights.config import GptqConfig
+from dmx.weights.learned import LearnConfig
 
 from ..reporting.record import HEURISTICS, QUANTIZED
 
@@ -171,3 +176,22 @@ class RunConfig:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"run.device={self.device}: no CUDA device here. Use run.device=cpu.")
         return device
+
+
+@dataclass(kw_only=True)
+class SearchingRun:
+    """What the commands that search have in common."""
+
+    model: ModelConfig
+    data: DataPair
+    calibration: CalibrationConfig
+    evaluation: EvaluationConfig
+    gptq: GptqConfig
+    learn: LearnConfig
+    training: TrainingConfig
+    """Batches of `data.training`, for learn."""
+    run: RunConfig
+
+    def training_for(self, weights: Collection[str]) -> CalibrationConfig | None:
+        """How the training text becomes batches, where one of these stages of the weights learns."""
+        return self.training.beside(self.calibration) if "learned" in weights else None

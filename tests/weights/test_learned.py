@@ -76,6 +76,7 @@ def test_kl_on_held_batches_falls(transform, tiny_trained):
     done = learn_weights(model, assignment, batches, config)
     assert done.weights["held_batches"] == 2 and done.weights["batches"] == 14
     assert done.weights["kl_after"] < 0.8 * done.weights["kl_before"]
+    assert done.weights["cuda_graph"] == "off"  # what ran, on a CPU
     assert done.formats == assignment.formats and done.bits == assignment.bits
     if transform != "hadamard_full":  # there, full precision means the rotated model
         held = batches[-2:]
