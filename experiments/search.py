@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> float | None:
         run.pace = None if pace is None else pace.ended()
         if config.search.name == "differentiable":
             done = Assignment.load(run.path("assignment.json")).search
-            run.actual["search"] = {"steps": done.steps, "cuda_graph": done.cuda_graph}
+            run.actual["search"] = {"steps": done.steps, "descent": {"cuda_graph": done.cuda_graph}}
         claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

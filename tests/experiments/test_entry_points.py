@@ -107,7 +107,7 @@ def test_a_search_leaves_everything_and_shows_it_again(run, record_of, tmp_path)
     assert record["versions"]["dmx"] == dmx.__version__
     assert record["requested"]["budget"] == {"limit": 4.5, "unit": "element_bits"}
     assert record["requested"]["search"]["steps"] == record["actual"]["search"]["steps"] == 6
-    assert record["actual"]["search"]["cuda_graph"] == "off"
+    assert record["actual"]["search"]["descent"]["cuda_graph"] == "off"
     assert record["actual"]["run"] == {"device": "cpu"}
     assert record["actual"]["model"] == {"dtype": "float32"}
     page = (folder / "report.html").read_text()

@@ -262,7 +262,7 @@ def test_what_a_search_target_yields_its_export_takes(
             r"model\.layers\.0\.self_attn\.q_proj: weight mxfp4, input mxfp8_e4m3\. Use target=quark",
         ),
         ({"target": "llama_cpp"}, "names one format for a layer; 10 have two.*auto_round"),
-        ({"target": "llm_compressor"}, r"q_proj: weight mxfp4, input mxfp8_e4m3.*search\.operands"),
+        ({"target": "llm_compressor"}, r"q_proj: weight mxfp4, input mxfp8_e4m3.*search\.choices"),
     ],
     ids=["torchao", "vllm", "llama.cpp", "llm-compressor"],
 )
