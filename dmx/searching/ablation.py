@@ -39,7 +39,7 @@ def unit_ablation(
         (u, step) for u, index in enumerate(choice) for step in (-1, 1) if 0 <= index + step <= top
     ]
     with (
-        searching_model(model, space, config.format_family, config.scale_rule) as bank,
+        searching_model(model, space, config.format_family, config.scale_rules.by_format()) as bank,
         progress("ablation", len(batches) * (len(changes) + 1)) as advance,
     ):
         losses = np.zeros(len(changes) + 1)

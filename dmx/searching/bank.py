@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.assignment.file import ScaleRules
+from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace
-from dmx.formats import BlockFormat, Family, ScaleRule
+from dmx.formats import BlockFormat, Family, Operand, ScaleRule
 from dmx.kernels import ops
 from dmx.models.running import evaluating
 from dmx.models.swap import adopt, put_back, replace_layers
@@ -30,9 +32,9 @@ class Bank:
     A layer asks for the unit of its weight and for that of its input, which mostly are one.
     """
 
-    def __init__(self, n_units: int, family: Family, scale_rule: ScaleRule) -> None:
+    def __init__(self, n_units: int, family: Family, scale_rules: ScaleRules | ScaleRule) -> None:
         self.family = family
-        self.scale_rule = scale_rule
+        self.scale_rules = scale_rules
         self.mode = "full"
         self.offsets: tuple[Tensor, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
@@ -40,6 +42,11 @@ class Bank:
         """Rotations that are learned in this search; layers see them in all modes but full."""
         self.rotations: tuple[Tensor, ...] = ()
         self.formats: list[BlockFormat | None] = [None] * n_units
+
+    def quantized(self, x: Tensor, block_format: BlockFormat, operand: Operand) -> Tensor:
+        """x in a format, by the scale rule that the operand has there."""
+        rule = rule_of(self.scale_rules, operand, block_format)
+        return ops.fake_quant(x, block_format, scale_rule=rule)
 
     def set_soft(self, offsets: Tensor) -> None:
         """offsets: (U,) float32, with the graph back to the raw offsets."""
@@ -183,16 +190,14 @@ class SearchLinear(BankLinear):
         x, weight = self.operands(x)
         if bank.mode in ("formats", "units"):
             x, weight = (
-                self._quantized(x, self.input_unit),
-                self._quantized(weight, self.weight_unit),
+                self._quantized(x, self.input_unit, "input"),
+                self._quantized(weight, self.weight_unit, "weight"),
             )
         return F.linear(x, weight, self.bias)
 
-    def _quantized(self, x: Tensor, unit: int) -> Tensor:
+    def _quantized(self, x: Tensor, unit: int, operand: Operand) -> Tensor:
         block_format = self.bank.formats[unit]
-        if block_format is None:
-            return x
-        return ops.fake_quant(x, block_format, scale_rule=self.bank.scale_rule)
+        return x if block_format is None else self.bank.quantized(x, block_format, operand)
 
 
 class FixedLinear(BankLinear):
@@ -203,12 +208,12 @@ class FixedLinear(BankLinear):
     def forward(self, x: Tensor) -> Tensor:
         x, weight = self.operands(x)
         if self.bank.mode not in ("full", "units"):
-            x, weight = self._quantized(x), self._quantized(weight)
+            x, weight = self._quantized(x, "input"), self._quantized(weight, "weight")
         return F.linear(x, weight, self.bias)
 
-    def _quantized(self, x: Tensor) -> Tensor:
+    def _quantized(self, x: Tensor, operand: Operand) -> Tensor:
         """Straight through: the quantized value, the gradient of x."""
-        value = ops.fake_quant(x.detach(), self.block_format, scale_rule=self.bank.scale_rule)
+        value = self.bank.quantized(x.detach(), self.block_format, operand)
         return x + (value - x.detach()) if x.requires_grad else value
 
 
@@ -217,15 +222,16 @@ def searching_model(
     model: nn.Module,
     space: SearchSpace,
     family: Family,
-    scale_rule: ScaleRule,
+    scale_rules: ScaleRules | ScaleRule,
     learned: LearnedRotations | None = None,
 ) -> Iterator[Bank]:
     """The model with its layers under a bank: eval mode, weights frozen; all of it undone after.
 
     Args:
+        scale_rules: of the exact quantizers; the continuous one follows floor.
         learned: rotations of the inputs of all these layers, which are then not transformed.
     """
-    bank = Bank(len(space.units), family, scale_rule)
+    bank = Bank(len(space.units), family, scale_rules)
     bank.learned = learned
     weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
 

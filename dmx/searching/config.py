@@ -6,15 +6,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
 from dmx.assignment.facts import SearchFacts
+from dmx.assignment.file import FLOOR
+from dmx.assignment.rules import ScaleRulesConfig
 from dmx.assignment.space import Choices, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
     BF16,
     FAMILIES,
-    SCALE_RULES,
     Family,
-    ScaleRule,
     check_choice,
     get_family,
     get_format,
@@ -158,8 +158,8 @@ class SearchSettings:
     """Accept models that keep more than 1 % of their blocks' parameters outside nn.Linear."""
     target: str = "any"
     """Only candidates that this runtime loads; see dmx.assignment.targets."""
-    scale_rule: ScaleRule = "floor"
-    """Of all shared scales."""
+    scale_rules: ScaleRulesConfig = field(default_factory=ScaleRulesConfig)
+    """Of the assignment. The differentiable search knows floor alone: it searches under that, and says so."""
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
     transform: str = "none"
@@ -185,7 +185,6 @@ class SearchSettings:
         check_choice(self.units, get_args(Units), "search.units")
         check_choice(self.choices, get_args(Choices), "search.choices")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
-        check_choice(self.scale_rule, SCALE_RULES, "search.scale_rule")
         check_choice(self.objective, OBJECTIVES, "search.objective")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
         check_choice(self.transform, TRANSFORMS, "search.transform")
@@ -345,11 +344,6 @@ class SearchConfig(SearchSettings):
                 "nothing of inputs. Use search.choices=joint, or another search, for example "
                 "search.name=fisher."
             )
-        if self.name == "differentiable" and self.scale_rule != "floor":
-            raise FormatError(
-                f"search.scale_rule={self.scale_rule!r}: the continuous quantizer follows the "
-                "floor rule only. Use search.scale_rule=floor, or a search that is not differentiable."
-            )
         if self.transform == "learned":
             self._check_rotation()
 
@@ -369,11 +363,19 @@ class SearchConfig(SearchSettings):
                 "learn."
             )
 
+    @property
+    def searched_under(self) -> str | None:
+        """The rule that the search knows, where its formats' own are others."""
+        if self.name != "differentiable":
+            return None
+        return None if self.scale_rules.is_floor(self.format_family.formats) else FLOOR
+
     def summary(self) -> SearchFacts:
         """What an assignment says of its search."""
         return SearchFacts(
-            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish.rounds
-        )
+            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish.rounds,
+            searched_under=self.searched_under,
+        )  # fmt: skip
 
 
 def _learns_rotation(name: str, transform: str, rotation: RotationConfig) -> bool:

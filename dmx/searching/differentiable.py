@@ -369,7 +369,7 @@ class DifferentiableSearch:
         quiet = not self.processes.is_main
         with (
             searching_model(
-                self.model, self.space, self.family, config.scale_rule, self.rotations
+                self.model, self.space, self.family, config.scale_rules.by_format(), self.rotations
             ) as bank,
             checkpointing(self.model, config.descent.gradient_checkpointing, "search.descent"),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),

@@ -264,7 +264,7 @@ class Polish:
             return
         directions = min(2, len(self.space.formats) - 1)
         work = len(self.measuring) * len(self.space.units) * directions  # of a round, at most
-        family, rule = self.config.format_family, self.config.scale_rule
+        family, rule = self.config.format_family, self.config.scale_rules.by_format()
         with (
             searching_model(self.model, self.space, family, rule) as bank,
             quick_attention(self.model, self.batches[0]),

@@ -1,6 +1,7 @@
 """`search`: one function for every method; checks first, then searches."""
 
 import json
+import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -128,7 +129,7 @@ def search(
         space,
         outcome.choice,
         model,
-        scale_rules=config.scale_rule,
+        scale_rules=config.scale_rules.by_format(),
         budget=budget,
         search=config.summary(),
     )
@@ -204,14 +205,21 @@ class _Job:
         )
         descent.clock = self.clock
         descent.run()
-        learned = descent.rotations
+        learned, complaints = descent.rotations, list(descent.warnings)
+        if (rule := self.config.searched_under) is not None:
+            complaints.append(
+                f"the differentiable search knows the scale rule {rule} alone: formats are chosen under it, "
+                "and the assignment has the rules of search.scale_rules. A heuristic or a polish chooses "
+                "under those."
+            )
+            warnings.warn(complaints[-1], stacklevel=1)
         return _Outcome(
             transform if learned is None else learned.transform(),
             descent.projected_choice(),
             descent.preference(),
             history=descent.history,
             raw_offsets=np.stack(descent.raw_rows),
-            warnings=descent.warnings,
+            warnings=complaints,
             cuda_graph="on" if descent.uses_graph else "off",
         )
 
@@ -296,5 +304,7 @@ def uniform_assignment(
     alone = replace(space, formats=(block_format,))
     choice = np.zeros(len(space.units), dtype=np.int64)
     facts = SearchFacts(name="uniform", seed=config.seed)
-    made = make_assignment(alone, choice, model, scale_rules=config.scale_rule, search=facts)
+    made = make_assignment(
+        alone, choice, model, scale_rules=config.scale_rules.by_format(), search=facts
+    )
     return asked_transform(config, alone).attach(made, model)

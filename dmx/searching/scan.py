@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace
-from dmx.formats import BlockFormat
+from dmx.formats import OPERANDS, BlockFormat, Operand
 from dmx.kernels import ops
 from dmx.kernels.losses import Divergence, cross_entropy
 from dmx.models.linears import linear_layers
@@ -49,15 +50,16 @@ class Scan:
         folder: Path | None,
     ) -> None:
         self.model, self.space, self.config = model, space, config
+        self.rules = config.scale_rules.by_format()
         self.batches = list(batches)[: config.score_batches]
         self.fingerprint, self.folder = fingerprint, folder
         self.device = next(model.parameters()).device
 
     def _file(self, kind: str, block_format: BlockFormat) -> ScoreFile:
-        key = {
+        key: dict[str, Any] = {
             "kind": kind,
             "format": block_format.name,
-            "scale_rule": self.config.scale_rule,
+            "scale_rules": {o: rule_of(self.rules, o, block_format) for o in OPERANDS},
             "units": [[u.name, list(u.layers)] for u in self.space.units],
             "fixed": {k: str(v) for k, v in self.space.fixed.items()},
             "code": code_version(__name__),
@@ -65,7 +67,7 @@ class Scan:
             **self.fingerprint,
         }
         if kind == "weight_mse":  # weights alone: any data gives the same scores
-            del key["score_batches"], key["batches"]
+            del key["score_batches"], key["batches"], key["scale_rules"]["input"]
         return ScoreFile(self.folder, key)
 
     def kl(self, candidates: Sequence[int]) -> np.ndarray:
@@ -122,9 +124,7 @@ class Scan:
         sums, done = _partial(files, n_units)
         changes = [(u, f) for u in range(n_units) for f in formats]
         with (
-            searching_model(
-                self.model, self.space, self.config.format_family, self.config.scale_rule
-            ) as bank,
+            searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
             progress("kl scan", n_batches * len(changes), done=done * len(changes)) as advance,
             quick_attention(self.model, self.batches[0]),
         ):
@@ -145,9 +145,7 @@ class Scan:
         n_units = len(self.space.units)
         sums, done = _partial(files, n_units)
         with (
-            searching_model(
-                self.model, self.space, self.config.format_family, self.config.scale_rule
-            ) as bank,
+            searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
             progress("fisher scan", len(self.batches), done=done) as advance,
         ):
             for index in range(done, len(self.batches)):
@@ -171,11 +169,7 @@ class Scan:
         def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
             x, _ = layer.operands(inputs[0].detach())
             if output.requires_grad:
-                output.register_hook(
-                    lambda grad: _add_fisher(
-                        layer, x, grad, formats, self.config.scale_rule, totals
-                    )
-                )
+                output.register_hook(lambda grad: _add_fisher(layer, x, grad, formats, totals))
 
         for module in self.model.modules():
             if isinstance(module, SearchLinear):
@@ -200,8 +194,8 @@ class Scan:
     @torch.no_grad()
     def _scan_weights(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
         layers = linear_layers(self.model)
-        rule = self.config.scale_rule
         for block_format, file in zip(formats, files, strict=True):
+            rule = rule_of(self.rules, "weight", block_format)
             sums = np.zeros(len(self.space.units))
             for u, unit in enumerate(self.space.units):
                 weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
@@ -218,15 +212,17 @@ def _add_fisher(
     x: Tensor,
     grad: Tensor,
     formats: list[BlockFormat],
-    scale_rule: Any,
     totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
+    sides: tuple[tuple[Tensor, int, Operand], ...] = (
+        (x, layer.input_unit, "input"), (layer.weight, layer.weight_unit, "weight")
+    )  # fmt: skip
     for unit in sorted({layer.weight_unit, layer.input_unit}):
         for column, block_format in enumerate(formats):
             operands = (
-                ops.fake_quant(t, block_format, scale_rule=scale_rule) if own == unit else t
-                for t, own in ((x, layer.input_unit), (layer.weight, layer.weight_unit))
+                layer.bank.quantized(t, block_format, operand) if own == unit else t
+                for t, own, operand in sides
             )
             ops.add_fisher(grad, exact, F.linear(*operands), totals[unit, column])
 

@@ -139,7 +139,13 @@ def variant(
             or (key.startswith("polish") and not method.polish)
             or (key == "residual_block" and method.transform != "hadamard_full")
         )
-        if is_read and not is_idle and key not in _NEVER and value != base.get(key):
+        if (
+            is_read
+            and not is_idle
+            and not key.startswith("scale_rules")
+            and key not in _NEVER
+            and value != base.get(key)
+        ):
             name = key.removeprefix(DESCENT)
             named.append(f"{name}={value:g}" if type(value) is float else f"{name}={value}")
     return " ".join(named)

@@ -28,6 +28,7 @@ RENAMED = {
     "evaluation.operands": "evaluation.quantized",
     "rounding": "weights",
     "search.operands": "search.choices",
+    "search.scale_rule": "search.scale_rules.weight and search.scale_rules.input",
     "search.polish_rounds": "search.polish.rounds",
     "search.polish_batches": "search.polish.batches",
     "search.transform_file": "search.rotation.file",
@@ -75,7 +76,8 @@ def check_overrides(arguments: Sequence[str], command: str) -> None:
 
 def _check_renamed(setting: str, value: Any) -> None:
     if new := RENAMED.get(setting):
-        raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {new}={value}")
+        ways = " ".join(f"{name}={value}" for name in new.split(" and "))
+        raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {ways}")
 
 
 def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:

@@ -420,8 +420,6 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"family": None}, r"search\.family=None is no format family.*Allowed"),
         ({"objective": "mse"}, r"search\.objective='mse'.*cross_entropy, kl"),
         ({"penalty": "hing"}, r"search\.descent\.penalty='hing'.*Did you mean 'hinge'"),
-        ({"scale_rule": "ceil"}, r"search\.scale_rule='ceil': the continuous quantizer.*floor"),
-        ({"scale_rule": "round"}, r"search\.scale_rule='round'.*floor, ceil, even, rceil"),
         ({"lr_schedule": "linear"}, r"search\.descent\.lr_schedule='linear'.*constant, cosine"),
         ({"raw_start": 2.5}, r"search\.descent\.raw_start=2\.5 must lie in \[0, 2\]"),
         ({"raw_start": float("nan")}, r"search\.descent\.raw_start=nan must lie in"),

@@ -9,6 +9,7 @@ from torch import nn
 
 import dmx
 from dmx.assignment.budget import Budget
+from dmx.assignment.rules import ScaleRulesConfig
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.numerics import kl_divergence
 from dmx.searching import search_space
@@ -28,7 +29,10 @@ def naive_kl(model, tokens, space, config):
     """One unit low at a time and all else unquantized, whole passes, mean over batches."""
     scores = np.zeros((len(space.units), len(space.formats) - 1))
     family = config.format_family
-    with torch.no_grad(), searching_model(model, space, family, config.scale_rule) as bank:
+    with (
+        torch.no_grad(),
+        searching_model(model, space, family, config.scale_rules.by_format()) as bank,
+    ):
         for batch, u, c in itertools.product(tokens, *map(range, scores.shape)):
             bank.set_full()
             reference = model(input_ids=batch, use_cache=False).logits
@@ -52,7 +56,10 @@ def scan(model, config, tokens):
         {"family": "mxfp8_mxfp6_mxfp4"},
         {"units": "layer"},
         {"include_lm_head": True},
-        {"fixed": {"*.0.mlp.down_proj": "mxfp4"}, "scale_rule": "even"},
+        {
+            "fixed": {"*.0.mlp.down_proj": "mxfp4"},
+            "scale_rules": ScaleRulesConfig(weight={"mxfp4": "mse"}, input="even"),
+        },
         {"choices": "separate", "fixed": {"*.0.mlp.down_proj": "mxfp4"}},
     ],
     ids=["three formats", "layer units", "with the head", "with a fixed layer", "separate"],

@@ -8,6 +8,7 @@ import torch
 
 import dmx
 from dmx.assignment.budget import Budget
+from dmx.assignment.rules import ScaleRulesConfig
 from dmx.assignment.space import build_space
 from dmx.errors import RunError
 from dmx.formats import get_family
@@ -60,7 +61,7 @@ def test_another_budget_or_method_of_the_same_scores_scans_nothing(model, batche
 
 
 @pytest.mark.parametrize(
-    "change", ["token", "scale_rule", "unit", "weights", "score_batches", "code"]
+    "change", ["token", "scale_rules", "unit", "weights", "score_batches", "code"]
 )
 def test_a_changed_input_makes_a_score_file_unused(
     change, model, batches, scans, tmp_path, monkeypatch
@@ -70,8 +71,8 @@ def test_a_changed_input_makes_a_score_file_unused(
     if change == "token":
         batches = [b.clone() for b in batches]
         batches[1][0, 3] += 1
-    elif change == "scale_rule":
-        settings["scale_rule"] = "ceil"
+    elif change == "scale_rules":
+        settings["scale_rules"] = ScaleRulesConfig(input={"mxfp4": "ceil"})
     elif change == "unit":
         settings["units"] = "fused"
     elif change == "score_batches":

@@ -102,6 +102,12 @@ def _number(group: Group, metric: str, digits: int) -> str:
     return "–" if mean is None else f"{mean:.{digits}f}"
 
 
+def _rules(record: Record) -> str:
+    """Of the searched rows, as their labels have them."""
+    texts = dict.fromkeys(row.method.scale_rules for row in record.rows if row.method.is_searched)
+    return " or ".join(texts) or "floor"
+
+
 def conditions(record: Record) -> list[str]:
     """Model, texts, settings, device, and what ± means."""
     evaluation, calibration = record.data["evaluation"], record.data.get("calibration")
@@ -116,7 +122,7 @@ def conditions(record: Record) -> list[str]:
     if record.requested.get("search"):
         search = search_settings(record)
         parts.append(
-            f"Units: {search['units']}; family {search['family']}; scale rule {search['scale_rule']}; "
+            f"Units: {search['units']}; family {search['family']}; scale rules {_rules(record)}; "
             f"dMX: {search['steps']} steps, {search['objective']}, lr {search['descent.lr']:g}, momentum "
             f"{search['descent.momentum']:g}; scans on {search['score_batches'] or 'all'} batches."
         )

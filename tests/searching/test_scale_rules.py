@@ -1,0 +1,125 @@
+"""search.scale_rules: what a search states is what it measures with and what the assignment has."""
+
+import warnings
+
+import pytest
+import torch
+
+import dmx
+from dmx.applying.linear import quantized_layers
+from dmx.assignment.assignment import Assignment
+from dmx.assignment.rules import ScaleRulesConfig
+from dmx.errors import FormatError
+from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from dmx.numerics import fake_quant
+from dmx.searching import SearchConfig, uniform_assignment
+from dmx.searching.config import PolishConfig
+from experiments import compare, search
+
+BATCHES = list(torch.randint(0, 257, (4, 2, 32), generator=torch.Generator().manual_seed(1)))
+RULES = {"weight": {"mxfp4": "even", "mxfp6_e2m3": "mse"}, "input": "rceil"}
+STATED = {
+    "weight": {"mxfp4": "even", "mxfp6_e2m3": "mse"},
+    "input": {"mxfp4": "rceil", "mxfp6_e2m3": "rceil"},
+}
+
+
+def searched(model, name, **settings):
+    config = SearchConfig(
+        name=name, scale_rules=ScaleRulesConfig(**RULES), units="layer", **settings
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = dmx.search(model, BATCHES, dmx.Budget(4.7), config)
+    return result, [str(w.message) for w in caught if "scale rule floor alone" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", ["kl_per_bit", "fisher", "weight_mse", "random"])
+def test_heuristics_state_and_know_the_rules(name, tiny_random, tmp_path):
+    result, warned = searched(tiny_random.model, name)
+    done = result.assignment
+    assert done.scale_rules == STATED and done.search.searched_under is None and not warned
+    assert Assignment.load(done.save(tmp_path / "a.json")) == done
+    dmx.apply(tiny_random.model, done)
+    for layer_name, layer in quantized_layers(tiny_random.model).items():
+        block_format = done.formats[layer_name]
+        expected = fake_quant(layer.weight, block_format, scale_rule=STATED["weight"][block_format])
+        assert torch.equal(layer.weight_quantizer(layer.weight), expected)
+        assert layer.input_quantizer.scale_rule == "rceil"
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_the_differentiable_search_says_what_it_searched_under(rounds, tiny_random):
+    result, warned = searched(
+        tiny_random.model, "differentiable", steps=3, polish=PolishConfig(rounds=rounds)
+    )
+    assert result.assignment.scale_rules == STATED
+    assert result.assignment.search.searched_under == "floor"
+    assert len(warned) == 1 and warned[0] in result.warnings
+    # Rules of formats that it does not choose from are none of its business.
+    other = SearchConfig(scale_rules=ScaleRulesConfig(weight={"mxfp8_e4m3": "rceil"}))
+    assert other.searched_under is None
+    assert (
+        SearchConfig(name="kl", scale_rules=ScaleRulesConfig(weight="even")).searched_under is None
+    )
+
+
+def test_uniform_formats_have_the_rules_of_their_format(tiny_random):
+    config = SearchConfig(
+        name="uniform", scale_rules=ScaleRulesConfig(weight={"mxfp8": "rceil"}, input="even")
+    )
+    for block_format, rule in ((MXFP8_E4M3, "rceil"), (MXFP4, "floor")):
+        done = uniform_assignment(tiny_random.model, block_format, config)
+        assert done.scale_rules == {
+            "weight": {block_format.name: rule}, "input": {block_format.name: "even"}
+        }  # fmt: skip
+
+
+def test_with_rule_changes_one_operand(tiny_random):
+    done = uniform_assignment(tiny_random.model, MXFP6_E2M3, SearchConfig(name="uniform"))
+    changed = done.with_rule("weight", "mse")
+    assert changed.scale_rules == {
+        "weight": {"mxfp6_e2m3": "mse"},
+        "input": {"mxfp6_e2m3": "floor"},
+    }
+    with pytest.raises(FormatError, match=r"scale_rules\.input='mse'"):
+        done.with_rule("input", "mse")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"weight": "round"},
+            r"search\.scale_rules\.weight='round'.*floor, ceil, even, rceil, mse",
+        ),
+        ({"input": "mse"}, r"search\.scale_rules\.input='mse'.*floor, ceil, even, rceil"),
+        ({"input": {"mxfp4": "mse"}}, r"search\.scale_rules\.input\.mxfp4='mse'"),
+        ({"weight": {"mxfp5": "even"}}, r"search\.scale_rules\.weight='mxfp5'"),
+        ({"weight": 3}, r"search\.scale_rules\.weight=3 must be a rule or a dict"),
+    ],
+)
+def test_rules_check_themselves(settings, says):
+    with pytest.raises(FormatError, match=says):
+        ScaleRulesConfig(**settings)
+
+
+def test_commands_take_rules_and_rows_say_them(run, record_of, tmp_path):
+    tiny = [
+        "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
+        "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
+        "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
+    ]  # fmt: skip
+    rules = ["search.scale_rules.weight={mxfp4: even}", "search.scale_rules.input=rceil"]
+    code, _out, err = run(
+        compare, *tiny, *rules, "searches=[fisher,differentiable]", "search.steps=3",
+        "budgets=[4.7]", "baselines=[uniform]", f"run.folder={tmp_path}/run",
+    )  # fmt: skip
+    assert code == 0, err
+    record = record_of(tmp_path / "run")
+    told = {row.method.base: row.method.scale_rules for row in record.rows}
+    assert told["uniform mxfp4"] == "weight: even; input: rceil"
+    assert told["fisher"] == told["dMX"] == "weight: mxfp4 even; input: rceil"
+    assert any("the scale rule floor alone" in warning for warning in record.warnings)
+    code, _out, err = run(search, *tiny, "search.scale_rule=even", f"run.folder={tmp_path}/old")
+    assert code == 2 and "search.scale_rules.weight=even search.scale_rules.input=even" in err
