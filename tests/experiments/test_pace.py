@@ -97,7 +97,9 @@ def test_stages_of_unknown_work_are_named(run, tmp_path):
 
 
 def test_without_being_asked_a_run_is_not_timed(run, tmp_path):
-    code, _, err = run(search, *TINY, "baselines=[]", "search=random", f"run.folder={tmp_path}/out")
+    code, _, err = run(
+        search, *TINY[:-1], "baselines=[]", "search=random", f"run.folder={tmp_path}/out"
+    )
     assert code == 0 and "plain step" not in err
     assert json.loads((tmp_path / "out" / "record.json").read_text())["pace"] is None
     assert not built("data=synthetic").pace

@@ -122,7 +122,7 @@ def conditions(record: Record) -> list[str]:
     if record.requested.get("search"):
         search = search_settings(record)
         parts.append(
-            f"Units: {search['units']}; family {search['family']}; scale rules {_rules(record)}; "
+            f"Units: {search['units']}; family {search['family']}; scale rule {_rules(record)}; "
             f"dMX: {search['steps']} steps, {search['objective']}, lr {search['descent.lr']:g}, momentum "
             f"{search['descent.momentum']:g}; scans on {search['score_batches'] or 'all'} batches."
         )
