@@ -147,13 +147,17 @@ def from_tensors(
     return weights
 
 
+ROUNDED_TO_NEAREST = ("mse",)
+"""Stages of the weights that keep no file: the scale rules say all of them."""
+
+
 def stored_weights(assignment: Assignment) -> dict[str, StoredWeight]:
-    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest, by whatever rule.
+    """layer -> the weight that the assignment stores; {} where weights are rounded to nearest.
 
     Raises:
         AssignmentError: its file is missing, damaged, or does not fit the assignment.
     """
-    if assignment.weights is None or "file" not in assignment.weights:
+    if assignment.weights is None or assignment.weights["name"] in ROUNDED_TO_NEAREST:
         return {}
     return from_bytes(assignment.content("weights"), assignment.formats, assignment.shapes)
 
