@@ -248,7 +248,7 @@ class _Learning:
         for part, wanted in zip(tokens.split(rows), reference.split(rows), strict=True):
             self.bank.forget()
             loss = self.objective.loss(part, wanted) * (len(part) / len(tokens))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach()
         self.bank.forget()
         return (total,)
