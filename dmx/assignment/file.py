@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import Units
-from dmx.errors import AssignmentError, FormatError
+from dmx.errors import AssignmentError, BudgetError, FormatError
 from dmx.formats import (
     BIT_UNITS,
     OPERANDS,
@@ -182,6 +183,13 @@ def parse(body: Any, source: str) -> dict[str, Any]:
         raise refuse("unquantized must hold layer names")
     if body["units"] not in get_args(Units):
         raise refuse(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
+    if (budget := body["budget"]) is not None:
+        if set(budget) != {"limit", "unit"}:
+            raise refuse(f"budget has the keys {sorted(budget)}, expected limit and unit")
+        try:
+            Budget(**budget)
+        except (BudgetError, FormatError) as error:
+            raise AssignmentError(f"{source}: {error}") from error
     for unit in (*BIT_UNITS, "whole_model_bits_per_element"):
         stated = body["bits"].get(unit)
         if type(stated) not in (int, float) or not 0 < stated <= 16:

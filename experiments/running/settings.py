@@ -113,7 +113,7 @@ class EvaluationConfig:
         check_at_least("evaluation.batch_size", self.batch_size, 1)
         if self.max_windows is not None:
             check_at_least("evaluation.max_windows", self.max_windows, 1)
-        check_each("evaluation.quantized", self.quantized, QUANTIZED)
+        check_some("evaluation.quantized", self.quantized, QUANTIZED)
 
 
 @dataclass(kw_only=True)

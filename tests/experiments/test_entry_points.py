@@ -203,6 +203,10 @@ def test_uniform_rows_hold_every_format(run, record_of, tmp_path):
         (["evaluation.window=4096"], r"DataError: window=4096 is longer than .* 2048 positions"),
         (["baselines=[best]"], r"FormatError: baselines='best'.*Allowed: bf16, uniform, kl"),
         (["evaluation.quantized=[A]"], r"evaluation\.quantized='A'.*W\+A, W"),
+        (
+            ["evaluation.quantized=[]"],
+            r"evaluation\.quantized is empty: evaluation\.quantized=\[W\+A\]",
+        ),
         (["model.dtype=float8"], r"model\.dtype='float8' is unknown.*bfloat16"),
         (["model.tiny.layers=two"], r"model\.tiny\.layers='two' has the wrong type: expected int"),
         (["+model.tiny.depth=2"], r"model\.tiny key='depth' is not allowed.*Allowed: .*layers"),
