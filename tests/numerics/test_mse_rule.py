@@ -5,12 +5,12 @@ import torch
 
 import dmx
 from dmx.assignment.assignment import make_assignment
+from dmx.assignment.rules import ScaleRulesConfig
 from dmx.assignment.space import build_space
 from dmx.errors import FormatError
 from dmx.formats import E2M1, MX_FORMATS, MXFP4, SCALE_RULES
 from dmx.kernels import ops
 from dmx.numerics import block_to_scale_exponent, fake_quant, quantize
-from dmx.searching import SearchConfig
 from dmx.weights.gptq import gptq
 from tests.cases import hard_inputs
 
@@ -119,8 +119,8 @@ def test_inputs_are_refused(tiny_random):
     for refused in ("mse", {"input": {"mxfp4": "mse"}}):
         with pytest.raises(FormatError, match=r"scale_rules\.input\.mxfp4='mse' is not allowed"):
             make_assignment(space, choice, model, scale_rules=refused)
-    with pytest.raises(FormatError, match=r"search\.scale_rule='mse'"):
-        SearchConfig(name="uniform", scale_rule="mse")
+    with pytest.raises(FormatError, match=r"search\.scale_rules\.input='mse'"):
+        ScaleRulesConfig(input="mse")
     with pytest.raises(FormatError, match=r"scale_rule='best' is not allowed"):
         fake_quant(torch.ones(32), MXFP4, scale_rule="best")
 
