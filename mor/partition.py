@@ -21,11 +21,6 @@ class BlockShape(NamedTuple):
     rows: int | None
     columns: int | None
 
-    @property
-    def is_square(self) -> bool:
-        """Whether a transposed operand has the transposed blocks, and so the same decisions."""
-        return self.rows == self.columns
-
     def of(self, matrix: Tensor) -> tuple[int, int]:
         """Block size on this matrix; at least 1 x 1, so that empty matrices have a grid too."""
         rows, columns = matrix.shape

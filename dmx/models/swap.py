@@ -1,6 +1,7 @@
 """Putting layers into a model in place of its linear layers, and taking them out again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
@@ -66,3 +67,21 @@ def put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:
     for name, module in originals.items():
         module.train(model.get_submodule(name).training)
         set_module(model, name, module)
+
+
+@contextmanager
+def other_layers(
+    model: nn.Module, make: Callable[[str, nn.Linear], nn.Linear | None]
+) -> Iterator[None]:
+    """The model with layers replaced as by `replace_layers` and all its Parameters frozen, inside; both
+    undone after, also after an exception."""
+    frozen = [(p, p.requires_grad) for p in model.parameters()]
+    originals = replace_layers(model, make)
+    try:
+        for parameter, _ in frozen:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        put_back(model, originals)
+        for parameter, needed in frozen:
+            parameter.requires_grad_(needed)

@@ -18,7 +18,7 @@ from dmx.assignment.space import SearchSpace
 from dmx.formats import BlockFormat, Family, Operand, ScaleRule
 from dmx.kernels import ops
 from dmx.models.running import evaluating
-from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.models.swap import adopt, other_layers
 from dmx.numerics import path_parameters
 from dmx.transforms.block import BlockRotation, by_rotation, rotate
 from dmx.transforms.learning import LearnedRotations
@@ -249,14 +249,5 @@ def searching_model(
         layer.rotation = None if learned is None else learned.input_of[name]
         return layer
 
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
-    with evaluating(model):
-        originals = replace_layers(model, make)
-        try:
-            for parameter, _ in frozen:
-                parameter.requires_grad_(False)
-            yield bank
-        finally:
-            put_back(model, originals)
-            for parameter, needed in frozen:
-                parameter.requires_grad_(needed)
+    with evaluating(model), other_layers(model, make):
+        yield bank

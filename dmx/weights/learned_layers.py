@@ -24,7 +24,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule
 from dmx.kernels import ops
-from dmx.models.swap import adopt, put_back, replace_layers
+from dmx.models.swap import adopt, other_layers
 from dmx.transforms.block import BlockRotation
 
 ALIGNMENT = 64
@@ -247,13 +247,5 @@ def learning_model(
         layer.quantized, layer.place = masters.views(name)
         return layer
 
-    frozen = [(p, p.requires_grad) for p in model.parameters()]
-    originals = replace_layers(model, make)
-    try:
-        for parameter, _ in frozen:
-            parameter.requires_grad_(False)
+    with other_layers(model, make):
         yield bank
-    finally:
-        put_back(model, originals)
-        for parameter, needed in frozen:
-            parameter.requires_grad_(needed)

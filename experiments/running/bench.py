@@ -30,7 +30,7 @@ from .measuring import measure_losses, measure_tasks
 from .provenance import batches_facts, windows_facts
 from .rows import make_row, method_of
 from .run import Run
-from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, SearchingRun, TrainingConfig
+from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, SearchingRun
 
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
@@ -69,15 +69,13 @@ class Bench:
         weights: Sequence[str] = ("nearest",),
         gptq: GptqConfig | None = None,
         learn: LearnConfig | None = None,
-        training: TrainingConfig | None = None,
+        training: CalibrationConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
         self._model_config = model
         self.measured, self.safety = measured or EvalConfig(), safety
         self.weights, self.gptq, self.learn = weights, gptq or GptqConfig(), learn or LearnConfig()
-        self.training = None
-        if calibration is not None and "learned" in weights:
-            self.training = (training or TrainingConfig()).beside(calibration)
+        self.training = training
         # Texts first: a missing file must show before a model is loaded.
         text = load_text(data.evaluation) if self.measured.perplexity else None
         calibration_text = load_text(data.calibration) if calibration is not None else None
@@ -125,7 +123,7 @@ class Bench:
             weights=weights,
             gptq=config.gptq,
             learn=config.learn,
-            training=config.training,
+            training=config.training_for(weights),
             **options,
         )
 
