@@ -10,8 +10,10 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5 (formats) and 6.3 (shared 
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, get_args
 
 from dmx.errors import FormatError
@@ -37,6 +39,9 @@ BIT_UNITS: tuple[BitUnit, ...] = get_args(BitUnit)
 BLOCK_SIZE = 32
 """Of the MX formats."""
 
+Specials = Literal["none", "nan", "ieee"]
+"""Which codes of an element format are no numbers."""
+
 
 @dataclass(frozen=True)
 class ElementFormat:
@@ -45,7 +50,7 @@ class ElementFormat:
     name: str
     exponent_bits: int
     mantissa_bits: int
-    specials: Literal["none", "nan", "ieee"] = "none"
+    specials: Specials = "none"
     """none: every code is a number. nan: all ones is NaN (E4M3). ieee: top exponent is Inf/NaN."""
 
     def __str__(self) -> str:
@@ -218,30 +223,55 @@ ALIASES = {"mxfp4_e2m1": "mxfp4", "mxfp6": "mxfp6_e2m3", "mxfp8": "mxfp8_e4m3"}
 
 @dataclass(frozen=True)
 class Family:
-    """The formats that one offset moves between, smallest first, at offsets `stops`."""
+    """The formats that one offset moves between, smallest first, at offsets evenly in [0, 2]."""
 
     name: str
     formats: tuple[BlockFormat, ...]
-    stops: tuple[float, ...]
 
     def __str__(self) -> str:
         return self.name
 
     @cached_property
-    def slope(self) -> float:
-        """Added element bits per unit of offset; the same between all stops."""
-        low, high = self.formats[0], self.formats[-1]
-        return (high.element_bits - low.element_bits) / (self.stops[-1] - self.stops[0])
+    def width(self) -> float:
+        """Offset from one stop to the next."""
+        return 2.0 / (len(self.formats) - 1)
+
+    @cached_property
+    def stops(self) -> tuple[float, ...]:
+        """Offset of each format."""
+        return tuple(self.width * index for index in range(len(self.formats)))
+
+    def steps(self, unit: BitUnit) -> tuple[float, ...]:
+        """Bits that each format adds to the one before it."""
+        return tuple(b.bits(unit) - a.bits(unit) for a, b in pairwise(self.formats))
+
+    @property
+    def setting(self) -> str | list[str]:
+        """As `search.family` and files hold it: the known name, else the names of the formats."""
+        return self.name if self.is_known else [f.name for f in self.formats]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one of `FAMILIES`, whose neighbours have a common element path."""
+        return FAMILIES.get(self.name) == self
 
 
 FAMILIES = {
     f.name: f
     for f in (
-        Family("mxfp8_mxfp4", (MXFP4, MXFP8_E4M3), (0.0, 2.0)),
-        Family("mxfp6_mxfp4", (MXFP4, MXFP6_E2M3), (0.0, 2.0)),
-        Family("mxfp8_mxfp6_mxfp4", (MXFP4, MXFP6_E2M3, MXFP8_E4M3), (0.0, 1.0, 2.0)),
+        Family("mxfp8_mxfp4", (MXFP4, MXFP8_E4M3)),
+        Family("mxfp6_mxfp4", (MXFP4, MXFP6_E2M3)),
+        Family("mxfp8_mxfp6_mxfp4", (MXFP4, MXFP6_E2M3, MXFP8_E4M3)),
     )
 }
+FAMILY_SIZES = (2, 3, 4)
+"""Formats that a family may have."""
+
+SoftPath = Literal["element", "line"]
+"""How the continuous quantizer moves between neighbours: through their element formats, or straight from
+the values of one to those of the other; see `dmx.numerics.continuous`."""
+AskedPath = Literal["auto", "element", "line"]
+PATHS: tuple[AskedPath, ...] = get_args(AskedPath)
 
 
 def _nearest(name: str, known: list[str]) -> str:
@@ -280,20 +310,69 @@ def get_block_format(name: str | Format, *, setting: str = "block_format") -> Bl
     return block_format
 
 
-def get_family(name: str | Family, *, setting: str = "search.family") -> Family:
-    """Family by name.
+def family_name(formats: Sequence[str]) -> str:
+    """Of block formats, cheapest first: the known name of such a list, else their names one by one."""
+    for family in FAMILIES.values():
+        if [f.name for f in family.formats] == list(formats):
+            return family.name
+    return " ".join(formats)
+
+
+def get_family(asked: str | Sequence[str] | Family, *, setting: str = "search.family") -> Family:
+    """Family by name, or by its block formats, cheapest first.
 
     Raises:
-        FormatError: no such family; says the nearest name and all that exist.
+        FormatError: no such family, or no list that can be one; says what is allowed.
     """
-    if isinstance(name, Family):
-        return name
-    if name not in FAMILIES:
+    if isinstance(asked, Family):
+        return asked
+    if isinstance(asked, list | tuple):
+        formats = tuple(get_block_format(name, setting=setting) for name in asked)
+        _check_family(formats, setting)
+        name = family_name([f.name for f in formats])
+        return FAMILIES.get(name) or Family(name, formats)
+    if asked not in FAMILIES:
         raise FormatError(
-            f"{setting}={name!r} is no format family.{_nearest(str(name), list(FAMILIES))} "
-            f"Allowed: {', '.join(FAMILIES)}."
+            f"{setting}={asked!r} is no format family.{_nearest(str(asked), list(FAMILIES))} "
+            f"Allowed: {', '.join(FAMILIES)}, or a list of two to four block formats, cheapest first: "
+            f"{setting}=[mxfp4,mxfp6_e2m3]."
         )
-    return FAMILIES[name]
+    return FAMILIES[asked]
+
+
+def _check_family(formats: tuple[BlockFormat, ...], setting: str) -> None:
+    """Raise FormatError unless these formats can be a family."""
+    given = f"{setting}=[{','.join(map(str, formats))}]"
+    if len(formats) not in FAMILY_SIZES:
+        raise FormatError(
+            f"{given} has {len(formats)} formats. A family has two to four block formats, cheapest "
+            f"first: {setting}=[mxfp4,mxfp6_e2m3]."
+        )
+    for low, high in pairwise(formats):
+        if not low.element_bits < high.element_bits:
+            raise FormatError(
+                f"{given}: {high} ({high.element_bits:g} bits) does not have more bits than {low} "
+                f"({low.element_bits:g}) before it. Name formats of rising bits, cheapest first."
+            )
+
+
+def soft_path(family: Family, rules: Sequence[ScaleRule], asked: AskedPath = "auto") -> SoftPath:
+    """Path of the continuous quantizer for one operand.
+
+    Args:
+        rules: scale rule of each format there. asked: auto = the element path where there is one.
+
+    Raises:
+        FormatError: the element path was asked for and there is none.
+    """
+    has_element = family.is_known and all(rule == "floor" for rule in rules)
+    if asked == "element" and not has_element:
+        raise FormatError(
+            f"search.descent.path=element: there is no element path between {', '.join(map(str, family.formats))} "
+            f"with the scale rules {', '.join(rules)}. It exists for {', '.join(FAMILIES)} with floor "
+            "alone. Use search.descent.path=auto or search.descent.path=line."
+        )
+    return "element" if has_element and asked != "line" else "line"
 
 
 def check_choice(value: object, allowed: tuple[str, ...], setting: str) -> None:

@@ -6,11 +6,37 @@ Everything is made on the CPU from seeds and bit patterns, so all machines see t
 import torch
 from torch import Tensor
 
-from dmx.formats import BLOCK_SIZE, ELEMENT_FORMATS, ElementFormat
+from dmx.formats import (
+    BLOCK_SIZE,
+    ELEMENT_FORMATS,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    BlockFormat,
+    ElementFormat,
+    Family,
+    ScaleRule,
+)
 from dmx.numerics import codes_to_element
 
 # b where the path changes its form, the stops, and values between them.
 OFFSETS = (0.0, 0.1, 0.5, 0.7, 1.0, 1.3, 1.9, 2.0)
+
+
+FOUR = Family(
+    "four", (MXFP4, BlockFormat("mxfp5_e2m2", ElementFormat("e2m2", 2, 2)), MXFP6_E3M2, MXFP8_E4M3)
+)
+"""Uneven steps of bits: 1, 1, 2; no MX format has five."""
+LINES: tuple[tuple[Family, tuple[ScaleRule, ...]], ...] = (
+    (Family("a", (MXFP4, MXFP6_E3M2)), ("floor", "floor")),
+    (Family("b", (MXFP4, MXFP8_E5M2)), ("even", "rceil")),
+    (Family("c", (MXFP6_E2M3, MXFP8_E4M3)), ("mse", "ceil")),
+    (Family("d", (MXFP4, MXFP6_E2M3, MXFP8_E4M3)), ("ceil", "mse", "even")),
+    (FOUR, ("rceil", "floor", "even", "mse")),
+)
+"""Families with the rules of their formats, for the straight line: each format and rule on either side."""
 
 
 def neighbours(values: Tensor) -> Tensor:

@@ -4,15 +4,24 @@
 the same names in `dmx.numerics`; what runs is chosen by `dmx.kernels.ops`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dmx.formats import BlockFormat, Family, ScaleRule, get_block_format
+from dmx.formats import (
+    PATHS,
+    AskedPath,
+    BlockFormat,
+    Family,
+    ScaleRule,
+    check_choice,
+    get_block_format,
+)
 from dmx.kernels import ops
-from dmx.numerics import path_parameters
+from dmx.numerics import continuous_parameters
 from dmx.numerics.mx import check_input
 
 
@@ -74,7 +83,7 @@ def fake_quant(
 
 
 class _ContinuousFakeQuant(torch.autograd.Function):
-    """Saves x and the eight path parameters; the backward pass recomputes the rest."""
+    """Saves x and the row of parameters; the backward pass recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, offset: Tensor, parameters: Tensor) -> Tensor:
@@ -90,12 +99,22 @@ class _ContinuousFakeQuant(torch.autograd.Function):
         return grad_x, grad_offset, None
 
 
-def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Tensor:
+def continuous_fake_quant(
+    x: Tensor,
+    offset: Tensor,
+    family: str | Sequence[str] | Family,
+    *,
+    scale_rules: Sequence[ScaleRule] | None = None,
+    path: AskedPath = "auto",
+) -> Tensor:
     """x at a real-valued position between the formats of a family; differentiable in both.
 
     Args:
         x: fp32, bf16 or fp16; blocks of 32 along the last axis.
         offset: 0-d float32 in [0, 2], on the device of x.
+        family: a known name, or two to four block formats of rising bits.
+        scale_rules: of each format; None: floor.
+        path: element | line | auto, the element path where there is one; see `dmx.numerics.continuous`.
 
     Returns:
         Shape and dtype of x.
@@ -103,7 +122,7 @@ def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Te
     Raises:
         TypeError: dtype of x or of offset. ValueError: offset is not 0-d, or outside [0, 2]; the
         range is checked on the CPU only, since reading a value from a GPU would wait for it.
-        FormatError: unknown family.
+        FormatError: unknown family, rule or path, or an element path that there is not.
 
     Source: dMX, arXiv 2606.04115; formulas in `dmx.numerics.continuous`.
     """
@@ -115,7 +134,9 @@ def continuous_fake_quant(x: Tensor, offset: Tensor, family: str | Family) -> Te
         raise ValueError(f"offset must be 0-d, got shape {tuple(offset.shape)}")
     if offset.device.type == "cpu" and not 0 <= (value := offset.item()) <= 2:
         raise ValueError(f"offset must lie in [0, 2], got {value:g}; clamp it first")
-    result: Tensor = _ContinuousFakeQuant.apply(x, offset, path_parameters(offset, family))
+    check_choice(path, PATHS, "path")
+    parameters = continuous_parameters(offset, family, scale_rules, path)
+    result: Tensor = _ContinuousFakeQuant.apply(x, offset, parameters)
     return result
 
 

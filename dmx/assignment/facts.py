@@ -26,8 +26,12 @@ class SearchFacts:
     """The other tool whose choice was imported."""
     kl: float | None = None
     """After the polish, on its batches; nats/token."""
+    path: Literal["element", "line"] | None = None
+    """Of a descent: how the continuous quantizer of the weights moved between formats."""
+    input_path: Literal["element", "line"] | None = None
+    """Of the inputs, where it was another."""
     searched_under: str | None = None
-    """Scale rule that the search knew, where the assignment's own rules are others."""
+    """Scale rule that a descent of earlier versions knew, where the assignment's own rules are others."""
     steps: int | None = None
     """Optimizer steps of a search that descends."""
     seconds: float | None = None

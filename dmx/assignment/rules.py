@@ -30,6 +30,13 @@ def rule_of(
     return stated.get(operand, {}).get(block_format.name, FLOOR)
 
 
+def rules_of(
+    stated: ScaleRules | ScaleRule, operand: Operand, formats: Iterable[BlockFormat]
+) -> tuple[ScaleRule, ...]:
+    """The rule of each of these formats where an operand is quantized to it."""
+    return tuple(rule_of(stated, operand, f) for f in formats)
+
+
 @dataclass(kw_only=True)
 class ScaleRulesConfig:
     """The scale rules that an assignment will have: for an operand one rule for all formats, or format ->
@@ -64,8 +71,3 @@ class ScaleRulesConfig:
                 check_rule(rule, operand, where if is_one else f"{where}.{name}")
                 rules[operand][get_block_format(name, setting=where).name] = rule
         return rules
-
-    def is_floor(self, formats: Iterable[BlockFormat]) -> bool:
-        """Whether these formats have the default rule for weights and inputs."""
-        rules = self.by_format()
-        return all(rule_of(rules, o, f) == FLOOR for f in formats for o in OPERANDS)

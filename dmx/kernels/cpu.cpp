@@ -158,7 +158,7 @@ struct Format {
   float max_normal;
 };
 
-enum Rule { kFloor, kCeil, kEven, kRceil };
+enum Rule { kFloor, kCeil, kEven, kRceil, kMse };
 
 inline int scale_exponent(uint32_t amax, const Format& f) {
   constexpr uint32_t mantissa = (1u << kMantissaBits) - 1;
@@ -175,13 +175,51 @@ inline int32_t clamped_exponent(float scaled, int32_t low, int32_t high) {
   return exponent < low ? low : exponent > high ? high : exponent;
 }
 
+// Nearest value of the element grid, which goes on beyond max_normal.
+inline float unclamped_round(float scaled, const Format& f) {
+  const int32_t binade = clamped_exponent(scaled, f.emin + kBias, f.emax + kBias);
+  const float c = float_of(uint32_t(binade + kMantissaBits - f.mantissa) << kMantissaBits);
+  return (scaled + c) - c;
+}
+
+inline float round_magnitude(float scaled, const Format& f) {
+  const float rounded = unclamped_round(scaled, f);
+  return rounded < f.max_normal ? rounded : f.max_normal;
+}
+
+// The rule mse, also for the order of the sums: see dmx.numerics.scaling.
+inline int least_squares_exponent(const uint32_t* bits, int floor, const Format& f) {
+  const float inverse = power_of_two(-floor);
+  int best = floor;
+  float least = __builtin_inff();
+  for (int offset = 2; offset >= -1; --offset) {
+    const int wanted = floor + offset;
+    const int exponent = wanted < -kBias ? -kBias : wanted > kBias ? kBias : wanted;
+    const float step = power_of_two(exponent - floor), inverse_step = power_of_two(floor - exponent);
+    float errors[kBlock];
+    for (int i = 0; i < kBlock; ++i) {
+      const float x = float_of(bits[i] & kMagnitude) * inverse;
+      const float error = x - round_magnitude(x * inverse_step, f) * step;
+      errors[i] = error * error;
+    }
+    for (int n = kBlock / 2; n > 0; n /= 2)
+      for (int i = 0; i < n; ++i) errors[i] = errors[2 * i] + errors[2 * i + 1];
+    if (errors[0] < least) least = errors[0], best = exponent;
+  }
+  return best;
+}
+
+inline int block_exponent(const uint32_t* bits, uint32_t amax, const Format& f) {
+  const int exponent = scale_exponent(amax, f);
+  if (f.rule != kMse) return exponent;
+  return amax ? least_squares_exponent(bits, exponent, f) : -kBias;
+}
+
 template <class T>
 void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format& f, int threads) {
   using Storage = typename T::Storage;
   const Storage* from = static_cast<const Storage*>(x);
   Storage* to = static_cast<Storage*>(out);
-  const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
-  const float max_normal = f.max_normal;
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock];
     if (count == kBlock) T::load(from + offset, bits);
@@ -191,14 +229,11 @@ void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format&
       for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
       return;
     }
-    const int exponent = scale_exponent(amax, f);
+    const int exponent = block_exponent(bits, amax, f);
     const float scale = power_of_two(exponent), inverse = power_of_two(-exponent);
     for (int i = 0; i < kBlock; ++i) {
       const float scaled = float_of(bits[i] & kMagnitude) * inverse;
-      const float c = float_of(uint32_t(clamped_exponent(scaled, low, high) + lift) << kMantissaBits);
-      float rounded = (scaled + c) - c;
-      rounded = rounded < max_normal ? rounded : max_normal;
-      bits[i] = bits_of(rounded * scale) | (bits[i] & kSign);
+      bits[i] = bits_of(round_magnitude(scaled, f) * scale) | (bits[i] & kSign);
     }
     if (count == kBlock) {
       T::store(bits, to + offset);
@@ -246,7 +281,7 @@ void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows,
       scale_codes[block] = 255;
       return;
     }
-    const int exponent = scale_exponent(amax, f);
+    const int exponent = block_exponent(bits, amax, f);
     scale_codes[block] = uint8_t(exponent + kBias);
     const float inverse = power_of_two(-exponent);
     uint8_t result[kBlock];
@@ -387,6 +422,113 @@ void continuous_backward(const void* grad, const void* x, void* grad_x, float* s
       T::store(grad_bits, last);
       std::memcpy(to + offset, last, count * sizeof(Storage));
     }
+  });
+}
+
+// ---- the straight line between two formats; names as in dmx.numerics.line --------------------
+
+struct Neighbour {
+  float emin, emax, mantissa_bits, max_normal, rule;
+  Format format() const {
+    return {int(emin), int(emax), int(mantissa_bits), 0, 0, 0, int(rule), max_normal};
+  }
+};
+
+struct Line {
+  float share, slope;
+  Neighbour low, high;
+};
+
+// values[i]: |Q(x)|; inside[i]: 1 where it is not clamped, else 0.
+inline void quantize_magnitudes(const uint32_t* bits, uint32_t amax, const Format& f, float* values,
+                                float* inside) {
+  const int exponent = block_exponent(bits, amax, f);
+  const float scale = power_of_two(exponent), inverse = power_of_two(-exponent);
+  for (int i = 0; i < kBlock; ++i) {
+    const float rounded = unclamped_round(float_of(bits[i] & kMagnitude) * inverse, f);
+    const bool is_inside = rounded <= f.max_normal;
+    values[i] = (is_inside ? rounded : f.max_normal) * scale;
+    inside[i] = is_inside ? 1.0f : 0.0f;
+  }
+}
+
+template <class T>
+void line(const void* x, void* out, int64_t rows, int64_t n, const Line& path, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  Storage* to = static_cast<Storage*>(out);
+  const Format below = path.low.format(), above = path.high.format();
+  const float share = path.share, rest = 1.0f - path.share;
+  for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
+    uint32_t bits[kBlock];
+    if (count == kBlock) T::load(from + offset, bits);
+    else T::load(Padded<T>(from + offset, count).values, bits);
+    const uint32_t amax = largest_magnitude(bits);
+    if (amax >= kInf) {
+      for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
+      return;
+    }
+    float low[kBlock], high[kBlock], inside[kBlock];
+    if (share != 1.0f) quantize_magnitudes(bits, amax, below, low, inside);
+    if (share != 0.0f) quantize_magnitudes(bits, amax, above, high, inside);
+    for (int i = 0; i < kBlock; ++i) {
+      const float value = share == 0.0f   ? low[i]
+                          : share == 1.0f ? high[i]
+                                          : rest * low[i] + share * high[i];
+      bits[i] = bits_of(value) | (bits[i] & kSign);
+    }
+    if (count == kBlock) {
+      T::store(bits, to + offset);
+    } else {
+      Storage last[kBlock];
+      T::store(bits, last);
+      std::memcpy(to + offset, last, count * sizeof(Storage));
+    }
+  });
+}
+
+// As continuous_backward, but for path.slope: the sums are of grad * (Q_high - Q_low).
+template <class T>
+void line_backward(const void* grad, const void* x, void* grad_x, float* sums, int64_t rows,
+                   int64_t n, const Line& path, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  const Storage* gradient = static_cast<const Storage*>(grad);
+  Storage* to = static_cast<Storage*>(grad_x);
+  const Format below = path.low.format(), above = path.high.format();
+  const float share = path.share, rest = 1.0f - path.share;
+  for_each_block(rows, n, threads, [=](int64_t chunk, int64_t offset, int64_t, int count) {
+    uint32_t bits[kBlock], grad_bits[kBlock];
+    if (count == kBlock) {
+      T::load(from + offset, bits);
+      T::load(gradient + offset, grad_bits);
+    } else {
+      T::load(Padded<T>(from + offset, count).values, bits);
+      T::load(Padded<T>(gradient + offset, count).values, grad_bits);
+    }
+    const uint32_t amax = largest_magnitude(bits);
+    float products[kBlock];
+    if (amax >= kInf) {
+      for (int i = 0; i < kBlock; ++i) products[i] = float_of(grad_bits[i]) * 0.0f;
+      std::memset(grad_bits, 0, sizeof grad_bits);
+    } else {
+      float low[kBlock], high[kBlock], in_low[kBlock], in_high[kBlock];
+      quantize_magnitudes(bits, amax, below, low, in_low);
+      quantize_magnitudes(bits, amax, above, high, in_high);
+      for (int i = 0; i < kBlock; ++i) {
+        const float difference = low[i] == high[i] ? 0.0f : high[i] - low[i];
+        products[i] = float_of(grad_bits[i] ^ (bits[i] & kSign)) * difference;
+        const float dx = rest * in_low[i] + share * in_high[i];
+        grad_bits[i] = dx > 0.0f ? bits_of(float_of(grad_bits[i]) * dx) : 0u;
+      }
+    }
+    for (int i = 0; i < kBlock; ++i) sums[chunk * kBlock + i] += products[i];
+    if (!to) return;
+    Storage stored[kBlock];
+    T::store(grad_bits, stored);
+    for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
+      stored[i] = (grad_bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
+    std::memcpy(to + offset, stored, count * sizeof(Storage));
   });
 }
 
@@ -578,6 +720,17 @@ void dmx_continuous_backward(int dtype, const void* grad, const void* x, void* g
                              int64_t rows, int64_t n, const Path* path, int threads) {
   DMX_DISPATCH(dtype, continuous_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n,
                *path, threads)
+}
+
+void dmx_line(int dtype, const void* x, void* out, int64_t rows, int64_t n, const Line* path,
+              int threads) {
+  DMX_DISPATCH(dtype, line, x, out, rows, n, *path, threads)
+}
+
+void dmx_line_backward(int dtype, const void* grad, const void* x, void* grad_x, void* sums,
+                       int64_t rows, int64_t n, const Line* path, int threads) {
+  DMX_DISPATCH(dtype, line_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n, *path,
+               threads)
 }
 
 // gradient may be null. A negative target: loss and gradient 0.

@@ -14,14 +14,15 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmx.errors import RunError
-from dmx.formats import BLOCK_SIZE, SCALE_RULES, BlockFormat, ElementFormat, ScaleRule
+from dmx.formats import BLOCK_SIZE, WEIGHT_RULES, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels.buffers import rows_of, writable_in_place
-from dmx.numerics.continuous import N_PATH_PARAMETERS
+from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
 from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import pack_codes
 
@@ -119,7 +120,7 @@ class _Format(ctypes.Structure):
 
 @cache
 def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
-    rule = SCALE_RULES.index(scale_rule)
+    rule = WEIGHT_RULES.index(scale_rule)
     return _Format(
         element.emin,
         element.emax,
@@ -150,8 +151,10 @@ def load_library() -> ctypes.CDLL:
     shape = [count, count]
     library.dmx_fake_quant.argtypes = [number, pointer, pointer, *shape, pointer, number]
     library.dmx_quantize.argtypes = [number, *[pointer] * 3, *shape, pointer, number, number]
-    library.dmx_continuous.argtypes = [number, pointer, pointer, *shape, pointer, number]
-    library.dmx_continuous_backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
+    for path in ("continuous", "line"):
+        forward, backward = (getattr(library, f"dmx_{path}{end}") for end in ("", "_backward"))
+        forward.argtypes = [number, pointer, pointer, *shape, pointer, number]
+        backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
     factor = ctypes.c_float
     library.dmx_cross_entropy.argtypes = [number, *[pointer] * 3, factor, pointer, *shape, number]
     library.dmx_kl.argtypes = [
@@ -169,6 +172,8 @@ def load_library() -> ctypes.CDLL:
         "quantize",
         "continuous",
         "continuous_backward",
+        "line",
+        "line_backward",
         "cross_entropy",
         "kl",
     ):
@@ -245,18 +250,22 @@ def quantize_packed(
     return _codes(last, element, scale_rule, packed=True)
 
 
-def _path(parameters: Tensor) -> Tensor:
-    assert parameters.shape == (N_PATH_PARAMETERS,)
-    return parameters.contiguous()
+def _of_path(parameters: Tensor) -> tuple[Any, Any, Tensor]:
+    """Forward and backward function of a row of parameters, and the row without gaps."""
+    library, row = load_library(), parameters.contiguous()
+    if is_line(row):
+        return library.dmx_line, library.dmx_line_backward, row
+    assert row.shape == (N_PATH_PARAMETERS,)
+    return library.dmx_continuous, library.dmx_continuous_backward, row
 
 
 def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> Tensor:
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
-    last, path = x.contiguous(), _path(parameters)
+    last, (forward, _, path) = x.contiguous(), _of_path(parameters)
     direct = out is not None and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
     rows, n, _blocks = rows_of(last)
-    load_library().dmx_continuous(
+    forward(
         _DTYPE_CODES[x.dtype],
         last.data_ptr(),
         target.data_ptr(),
@@ -276,11 +285,11 @@ def continuous_fake_quant_backward(
     Sums at most 256 values in float32 and the rest in float64, in an order that does not depend on
     the number of threads.
     """
-    last, above, path = x.contiguous(), grad.contiguous(), _path(parameters)
+    last, above, (_, backward, path) = x.contiguous(), grad.contiguous(), _of_path(parameters)
     rows, n, blocks = rows_of(last)
     sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
     grad_x = torch.empty_like(last) if needs_grad_x else None
-    load_library().dmx_continuous_backward(
+    backward(
         _DTYPE_CODES[x.dtype],
         above.data_ptr(),
         last.data_ptr(),
@@ -291,7 +300,8 @@ def continuous_fake_quant_backward(
         path.data_ptr(),
         _threads(x),
     )
-    return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)
+    total = sums.sum(dtype=torch.float64).to(torch.float32)
+    return grad_x, total * path[1] if is_line(path) else total
 
 
 def cross_entropy_rows(

@@ -6,8 +6,6 @@ else the environment variable DMX_BACKEND, else `auto`. It is said once through 
 backend that was asked for and is missing is an error. None of these functions is differentiable;
 `dmx.continuous_fake_quant` and `dmx.fake_quant` put autograd around them.
 
-The scale rule `mse` has no form in C++: on the CPU the reference computes it.
-
 Where sums run in another order than in the reference, results differ by float32 rounding: the
 offset's gradient, and losses of rows with their gradients.
 """
@@ -26,7 +24,6 @@ from torch import Tensor
 from dmx import numerics
 from dmx.errors import RunError
 from dmx.formats import (
-    SCALE_RULES,
     WEIGHT_RULES,
     BlockFormat,
     ScaleRule,
@@ -34,7 +31,8 @@ from dmx.formats import (
     get_block_format,
 )
 from dmx.kernels import cpu
-from dmx.numerics.continuous import N_PATH_PARAMETERS
+from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
+from dmx.numerics.line import N_LINE_PARAMETERS
 from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
 from dmx.numerics.packing import check_packable, pack_codes
 
@@ -116,10 +114,11 @@ def _triton_mx() -> ModuleType:
     return triton_mx
 
 
-def _triton_continuous() -> ModuleType:
-    from dmx.kernels import triton_continuous
+def _triton_continuous(parameters: Tensor) -> ModuleType:
+    """The kernels of a row of parameters: of the element path, or of the straight line."""
+    from dmx.kernels import triton_continuous, triton_line
 
-    return triton_continuous
+    return triton_line if is_line(parameters) else triton_continuous
 
 
 def _triton_loss() -> ModuleType:
@@ -137,11 +136,6 @@ def _checked(
     return block_format, check_axis(x, axis)
 
 
-def _backend_of(x: Tensor, scale_rule: ScaleRule) -> str:
-    backend = choose_backend(x.device)
-    return "reference" if backend == "cpp" and scale_rule not in SCALE_RULES else backend
-
-
 @torch.no_grad()
 def fake_quant(
     x: Tensor,
@@ -154,7 +148,7 @@ def fake_quant(
     """Quantize and dequantize in one step; see `dmx.numerics.fake_quant`."""
     block_format, axis = _checked(x, block_format, axis, scale_rule)
     check_out(x, out)
-    backend = _backend_of(x, scale_rule)
+    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, scale_rule, out)
     if backend == "triton":
@@ -191,7 +185,7 @@ def quantize(
 ) -> MXTensor:
     """Codes and scales; see `dmx.numerics.quantize`."""
     block_format, axis = _checked(x, block_format, axis, scale_rule)
-    backend = _backend_of(x, scale_rule)
+    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.quantize(x, block_format, axis, scale_rule)
     if backend == "triton":
@@ -215,7 +209,7 @@ def quantize_packed(
     """
     block_format, _axis = _checked(x, block_format, -1, scale_rule)
     check_packable(x.shape[-1], block_format.element.bits)
-    backend = _backend_of(x, scale_rule)
+    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.quantize_packed(x, block_format, scale_rule)
     if backend == "triton":
@@ -227,9 +221,11 @@ def quantize_packed(
 def _check_continuous(x: Tensor, parameters: Tensor) -> None:
     check_input(x)
     check_axis(x, -1)
-    if parameters.shape != (N_PATH_PARAMETERS,) or parameters.dtype != torch.float32:
+    sizes = (N_PATH_PARAMETERS, N_LINE_PARAMETERS)
+    if parameters.ndim != 1 or len(parameters) not in sizes or parameters.dtype != torch.float32:
         raise ValueError(
-            f"parameters must be one row of path_parameters: ({N_PATH_PARAMETERS},) float32, got "
+            f"parameters must be one row of path_parameters, ({N_PATH_PARAMETERS},) float32, or of "
+            f"line_parameters, ({N_LINE_PARAMETERS},) float32, got "
             f"{tuple(parameters.shape)} {parameters.dtype}"
         )
     if parameters.device != x.device:
@@ -249,7 +245,7 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, *, out: Tensor | None =
     if backend == "cpp":
         return cpu.continuous_fake_quant(x, parameters, out)
     if backend == "triton":
-        return _triton_continuous().continuous_fake_quant(x, parameters, out)
+        return _triton_continuous(parameters).continuous_fake_quant(x, parameters, out)
     result = numerics.continuous_fake_quant(x, parameters)
     return result if out is None else out.copy_(result)
 
@@ -269,7 +265,7 @@ def continuous_fake_quant_backward(
     if backend == "cpp":
         return cpu.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
     if backend == "triton":
-        kernels = _triton_continuous()
+        kernels = _triton_continuous(parameters)
         return kernels.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
     grad_x, grad_offset = numerics.continuous_fake_quant_backward(grad, x, parameters)
     return (grad_x if needs_grad_x else None), grad_offset

@@ -5,6 +5,7 @@ from dmx.numerics.continuous import (
     continuous_derivatives,
     continuous_fake_quant,
     continuous_fake_quant_backward,
+    continuous_parameters,
     path_parameters,
 )
 from dmx.numerics.distances import (
@@ -16,6 +17,7 @@ from dmx.numerics.distances import (
     sqnr_db,
     token_kl_divergence,
 )
+from dmx.numerics.line import line_parameters
 from dmx.numerics.mx import MXTensor, fake_quant, quantize
 from dmx.numerics.rounding import codes_to_element, element_to_codes, round_to_element
 from dmx.numerics.scaling import amax_to_scale_exponent, block_to_scale_exponent
@@ -30,11 +32,13 @@ __all__ = [
     "continuous_derivatives",
     "continuous_fake_quant",
     "continuous_fake_quant_backward",
+    "continuous_parameters",
     "cross_entropy_rows",
     "element_to_codes",
     "fake_quant",
     "kl_divergence",
     "kl_rows",
+    "line_parameters",
     "path_parameters",
     "quantize",
     "relative_error",

@@ -1,5 +1,9 @@
 """The continuous quantizer: a real offset b in [0, 2] moves between the formats of a family.
 
+Families whose neighbours have a common element path move along it, described here; between others, or
+where scale rules are not floor, it is the straight line of `dmx.numerics.line`. A row of parameters says
+by its length which of the two it is for.
+
 With real exponent bits e(b), mantissa bits m(b) and a cap on the top mantissa, K = floor(log2 amax)
 of the block, E_max = 2**(e-1), E_min = 2 - 2**(e-1), S = max(K - E_max, -127):
 
@@ -28,12 +32,19 @@ Source: dMX, arXiv 2606.04115 (the path in b); top alignment and the third famil
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmx.formats import Family, get_family
+from dmx.formats import AskedPath, Family, ScaleRule, get_family, soft_path
+from dmx.numerics.line import (
+    N_LINE_PARAMETERS,
+    line_derivatives,
+    line_fake_quant,
+    line_parameters,
+)
 from dmx.numerics.mx import check_input, from_blocks, to_blocks
 from dmx.numerics.rounding import FP32_MANTISSA_BITS, exact_power_of_two, float_exponent
 
@@ -62,8 +73,8 @@ class PathParameters(NamedTuple):
     """d top/db"""
 
 
-def path_parameters(offsets: Tensor, family: str | Family) -> Tensor:
-    """Parameters of every offset at once.
+def path_parameters(offsets: Tensor, family: str | Sequence[str] | Family) -> Tensor:
+    """Parameters of every offset at once, on the element path.
 
     Args:
         offsets: (...) float32 in [0, 2]; not differentiated through.
@@ -71,8 +82,12 @@ def path_parameters(offsets: Tensor, family: str | Family) -> Tensor:
     Returns:
         (..., 8) float32, fields in the order of `PathParameters`. At b = 1 of the three-stop
         family the derivatives are the right-hand ones.
+
+    Raises:
+        FormatError: a family without an element path.
     """
     family = get_family(family)
+    soft_path(family, ["floor"] * len(family.formats), "element")
     b = offsets.detach().to(torch.float64)
     one, zero = torch.ones_like(b), torch.zeros_like(b)
     if family.name == "mxfp8_mxfp4":
@@ -98,6 +113,37 @@ def path_parameters(offsets: Tensor, family: str | Family) -> Tensor:
         dtop=torch.where(capped, dcap, LN2 * dm * torch.exp2(-m)),
     )
     return torch.stack(fields, dim=-1).to(torch.float32)
+
+
+def continuous_parameters(
+    offsets: Tensor,
+    family: str | Sequence[str] | Family,
+    rules: Sequence[ScaleRule] | None = None,
+    path: AskedPath = "auto",
+) -> Tensor:
+    """Parameters of every offset at once, on the path that is asked for.
+
+    Args:
+        offsets: (...) float32 in [0, 2]; not differentiated through.
+        rules: scale rule of each format; None: floor.
+        path: auto = the element path where there is one, else the straight line.
+
+    Returns:
+        (..., 8) or (..., 12) float32: `path_parameters` or `line_parameters`.
+
+    Raises:
+        FormatError: there is no element path.
+    """
+    family = get_family(family)
+    stated: Sequence[ScaleRule] = rules or ["floor"] * len(family.formats)
+    if soft_path(family, stated, path) == "line":
+        return line_parameters(offsets, family, stated)
+    return path_parameters(offsets, family)
+
+
+def is_line(parameters: Tensor) -> bool:
+    """Whether a row of parameters is of the straight line."""
+    return parameters.shape[-1] == N_LINE_PARAMETERS
 
 
 class _Blocks(NamedTuple):
@@ -153,11 +199,13 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
 
     Args:
         x: (..., n) fp32, bf16 or fp16.
-        parameters: (8,) float32, one row of `path_parameters`.
+        parameters: (8,) float32, one row of `path_parameters`, or (12,), one of `line_parameters`.
 
     Returns:
         Shape and dtype of x.
     """
+    if is_line(parameters):
+        return line_fake_quant(x, parameters)
     check_input(x)
     q = _quantize_blocks(x, parameters)
     top = q.top.expand_as(q.ratio)
@@ -169,7 +217,9 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
 
 
 def continuous_derivatives(x: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """dy/dx (0 or 1) and dy/db of each element, both float32 with the shape of x."""
+    """dy/dx in [0, 1] and dy/db of each element, both float32 with the shape of x."""
+    if is_line(parameters):
+        return line_derivatives(x, parameters)
     check_input(x)
     p = PathParameters(*parameters.unbind(-1))
     q = _quantize_blocks(x, parameters)
@@ -201,5 +251,5 @@ def continuous_fake_quant_backward(
     dx, db = continuous_derivatives(x, parameters)
     wide = grad.to(torch.float32)
     # Where dx is 0 the gradient is 0 even if grad is not finite.
-    grad_x = torch.where(dx > 0, wide, 0.0).to(x.dtype)
+    grad_x = torch.where(dx > 0, wide * dx, 0.0).to(x.dtype)
     return grad_x, (wide * db).sum()

@@ -32,10 +32,14 @@ def exact_power_of_two(exponent: Tensor) -> Tensor:
 
 def round_to_element(x: Tensor, element: ElementFormat) -> Tensor:
     """Nearest value of the element grid, float32 in and out, any shape; NaN stays NaN."""
+    return unclamped_round(x, element).clamp(-element.max_normal, element.max_normal)
+
+
+def unclamped_round(x: Tensor, element: ElementFormat) -> Tensor:
+    """As `round_to_element`, on a grid that goes on beyond the largest normal."""
     exponent = float_exponent(x).clamp(min=element.emin, max=element.emax)
     step = exact_power_of_two(exponent - element.mantissa_bits)
-    rounded = torch.round(x / step) * step
-    return rounded.clamp(-element.max_normal, element.max_normal)
+    return torch.round(x / step) * step
 
 
 def element_to_codes(value: Tensor, element: ElementFormat) -> Tensor:

@@ -13,13 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.assignment.file import ScaleRules
-from dmx.assignment.rules import rule_of
+from dmx.assignment.rules import rule_of, rules_of
 from dmx.assignment.space import SearchSpace
-from dmx.formats import BlockFormat, Family, Operand, ScaleRule
+from dmx.formats import (
+    OPERANDS,
+    AskedPath,
+    BlockFormat,
+    Family,
+    Operand,
+    ScaleRule,
+)
 from dmx.kernels import ops
 from dmx.models.running import evaluating
 from dmx.models.swap import adopt, other_layers
-from dmx.numerics import path_parameters
+from dmx.numerics import continuous_parameters
 from dmx.transforms.block import BlockRotation, by_rotation, rotate
 from dmx.transforms.learning import LearnedRotations
 
@@ -32,12 +39,19 @@ class Bank:
     A layer asks for the unit of its weight and for that of its input, which mostly are one.
     """
 
-    def __init__(self, n_units: int, family: Family, scale_rules: ScaleRules | ScaleRule) -> None:
-        self.family = family
+    def __init__(
+        self,
+        n_units: int,
+        family: Family,
+        scale_rules: ScaleRules | ScaleRule,
+        path: AskedPath = "auto",
+    ) -> None:
+        self.family, self.path = family, path
         self.scale_rules = scale_rules
         self.mode = "full"
         self.offsets: tuple[Tensor, ...] = ()
-        self.parameters: tuple[Tensor, ...] = ()
+        self.parameters: dict[Operand, tuple[Tensor, ...]] = {}
+        """Of the continuous quantizer, a row for each unit; formats may have other rules for inputs."""
         self.learned: LearnedRotations | None = None
         """Rotations that are learned in this search; layers see them in all modes but full."""
         self.rotations: tuple[Tensor, ...] = ()
@@ -52,19 +66,25 @@ class Bank:
         """offsets: (U,) float32, with the graph back to the raw offsets."""
         self.mode = "soft"
         self.offsets = offsets.unbind(0)
-        self.parameters = path_parameters(offsets, self.family).unbind(0)
+        by_rules: dict[tuple[ScaleRule, ...], tuple[Tensor, ...]] = {}
+        for operand in OPERANDS:
+            rules = rules_of(self.scale_rules, operand, self.family.formats)
+            if rules not in by_rules:
+                rows = continuous_parameters(offsets, self.family, rules, self.path)
+                by_rules[rules] = rows.unbind(0)
+            self.parameters[operand] = by_rules[rules]
         self._set_rotations()
 
     def set_full(self) -> None:
         """Unquantized and unrotated."""
         self.mode = "full"
-        self.offsets = self.parameters = ()
+        self.offsets, self.parameters = (), {}
 
     def set_formats(self, formats: list[BlockFormat | None], *, fixed: bool = True) -> None:
         """fixed=False leaves the layers with a fixed format unquantized."""
         self.mode = "formats" if fixed else "units"
         self.formats = formats
-        self.offsets = self.parameters = ()
+        self.offsets, self.parameters = (), {}
         self._set_rotations()
 
     def _set_rotations(self) -> None:
@@ -77,8 +97,8 @@ class _SoftLinear(torch.autograd.Function):
     one (see `rotate`).
 
     Args:
-        offset: of the weight; its `parameters` are the row of `path_parameters`.
-        input_offset, input_parameters: None: those of the weight, whose gradient is then of both.
+        offset: of the weight; its `parameters` are the row of `continuous_parameters`.
+        input_offset: None: that of the weight, whose gradient is then of both.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
@@ -93,16 +113,15 @@ class _SoftLinear(torch.autograd.Function):
         offset: Tensor,
         parameters: Tensor,
         input_offset: Tensor | None,
-        input_parameters: Tensor | None,
+        input_parameters: Tensor,
         matrix: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
+        ctx.is_joint = input_offset is None
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
-            ops.continuous_fake_quant(
-                x, input_parameters if input_parameters is not None else parameters
-            ),
+            ops.continuous_fake_quant(x, input_parameters),
             ops.continuous_fake_quant(weight, parameters),
             bias,
         )
@@ -112,9 +131,7 @@ class _SoftLinear(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None]:
         x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
-        is_joint, is_rotated = input_parameters is None, matrix is not None
-        if is_joint:
-            input_parameters = parameters
+        is_rotated = matrix is not None
         rotated_x, rotated_weight = x, weight
         if is_rotated:
             rotated_x, rotated_weight = rotate(x, matrix), rotate(weight, matrix)
@@ -138,7 +155,7 @@ class _SoftLinear(torch.autograd.Function):
             assert grad_x is not None and grad_weight is not None
             grad_matrix = by_rotation(x, grad_x) + by_rotation(weight, grad_weight)
             grad_x = rotate(grad_x, matrix.mT)
-        if is_joint:
+        if ctx.is_joint:
             return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix
         return grad_x, None, None, by_weight, None, by_input, None, grad_matrix
 
@@ -181,9 +198,9 @@ class SearchLinear(BankLinear):
                 self.weight,
                 self.bias,
                 bank.offsets[self.weight_unit],
-                bank.parameters[self.weight_unit],
+                bank.parameters["weight"][self.weight_unit],
                 None if is_joint else bank.offsets[self.input_unit],
-                None if is_joint else bank.parameters[self.input_unit],
+                bank.parameters["input"][self.input_unit],
                 self.matrix(),
             )
             return result
@@ -224,14 +241,16 @@ def searching_model(
     family: Family,
     scale_rules: ScaleRules | ScaleRule,
     learned: LearnedRotations | None = None,
+    *,
+    path: AskedPath = "auto",
 ) -> Iterator[Bank]:
     """The model with its layers under a bank: eval mode, weights frozen; all of it undone after.
 
     Args:
-        scale_rules: of the exact quantizers; the continuous one follows floor.
         learned: rotations of the inputs of all these layers, which are then not transformed.
+        path: of the continuous quantizer.
     """
-    bank = Bank(len(space.units), family, scale_rules)
+    bank = Bank(len(space.units), family, scale_rules, path)
     bank.learned = learned
     weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
 

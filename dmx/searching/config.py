@@ -6,18 +6,23 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
 from dmx.assignment.facts import SearchFacts
-from dmx.assignment.file import FLOOR
-from dmx.assignment.rules import ScaleRulesConfig
+from dmx.assignment.rules import ScaleRulesConfig, rules_of
 from dmx.assignment.space import Choices, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
     BF16,
     FAMILIES,
+    OPERANDS,
+    PATHS,
+    AskedPath,
     Family,
+    Operand,
+    SoftPath,
     check_choice,
     get_family,
     get_format,
+    soft_path,
 )
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
@@ -53,6 +58,10 @@ class DescentConfig:
     """constant | cosine: half a cosine from lr to 0."""
     gradient_scale: str = "none"
     """none | elements: evens out units of unequal size (dmx.searching.descent)."""
+    path: AskedPath = "auto"
+    """How the continuous quantizer moves between neighbouring formats. element: through their element
+    formats, the paper's; for the families with a name, under floor. line: straight from the values of one
+    to those of the other. auto: element where it exists, for weights and inputs each."""
     raw_start: float = 0.0
     """First value of every raw offset, in [0, 2]."""
     temperature: float = 0.4
@@ -77,6 +86,7 @@ class DescentConfig:
         check_choice(self.lr_schedule, LR_SCHEDULES, f"{where}.lr_schedule")
         check_choice(self.gradient_scale, GRADIENT_SCALES, f"{where}.gradient_scale")
         check_choice(self.cuda_graph, CUDA_GRAPHS, f"{where}.cuda_graph")
+        check_choice(self.path, PATHS, f"{where}.path")
         for name in ("lr", "slope", "penalty_lambda"):
             _check_number(f"{where}.{name}", getattr(self, name), 0, math.inf)
         for name in ("temperature", "temperature_end"):
@@ -139,8 +149,9 @@ class SearchSettings:
 
     name: str = "differentiable"
     """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable"""
-    family: str = "mxfp6_mxfp4"
-    """mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4: the candidate formats of every unit."""
+    family: str | list[str] = "mxfp6_mxfp4"
+    """The candidate formats of every unit: two to four block formats of rising bits, cheapest first, or
+    mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4, names of such lists."""
     units: Units = "fused"
     """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
     choices: Choices = "joint"
@@ -159,7 +170,7 @@ class SearchSettings:
     target: str = "any"
     """Only candidates that this runtime loads; see dmx.assignment.targets."""
     scale_rules: ScaleRulesConfig = field(default_factory=ScaleRulesConfig)
-    """Of the assignment. The differentiable search knows floor alone: it searches under that, and says so."""
+    """Of the assignment, and of all that a search measures."""
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
     transform: str = "none"
@@ -181,7 +192,7 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         check_choice(self.name, SEARCHES, "search.name")
-        get_family(self.family)
+        self.family = get_family(self.family).setting  # a list with a name is that name
         check_choice(self.units, get_args(Units), "search.units")
         check_choice(self.choices, get_args(Choices), "search.choices")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
@@ -223,7 +234,7 @@ class SearchSettings:
                 f"search.target={self.target} needs search.units=fused: its runtime runs q/k/v and "
                 "gate/up as one product each."
             )
-        refused = [f.name for f in get_family(self.family).formats if f.name not in target.formats]
+        refused = [f.name for f in self.format_family.formats if f.name not in target.formats]
         if refused:
             fitting = [
                 f.name
@@ -232,7 +243,8 @@ class SearchSettings:
             ]
             raise FormatError(
                 f"search.target={self.target} cannot load {', '.join(refused)} of "
-                f"search.family={self.family}. Families that it loads: {', '.join(fitting) or 'none'}."
+                f"search.family={self.format_family}. Families that it loads: "
+                f"{', '.join(fitting) or 'none'}, and lists of {', '.join(sorted(target.formats))}."
             )
         if self.choices == "separate":
             alone = [
@@ -346,6 +358,7 @@ class SearchConfig(SearchSettings):
             )
         if self.transform == "learned":
             self._check_rotation()
+        self.paths  # noqa: B018  (raises where the asked one does not exist)
 
     def _check_rotation(self) -> None:
         if self.name != "differentiable" and self.rotation.file is None:
@@ -364,18 +377,31 @@ class SearchConfig(SearchSettings):
             )
 
     @property
-    def searched_under(self) -> str | None:
-        """The rule that the search knows, where its formats' own are others."""
-        if self.name != "differentiable":
-            return None
-        return None if self.scale_rules.is_floor(self.format_family.formats) else FLOOR
+    def paths(self) -> dict[Operand, SoftPath]:
+        """Path of the continuous quantizer for each operand; none where nothing descends.
+
+        Raises:
+            FormatError: search.descent.path=element, and there is none.
+        """
+        if "descent" not in USED_BY[self.name]:
+            return {}
+        rules, family = self.scale_rules.by_format(), self.format_family
+        return {
+            o: soft_path(family, rules_of(rules, o, family.formats), self.descent.path)
+            for o in OPERANDS
+        }
 
     def summary(self) -> SearchFacts:
         """What an assignment says of its search."""
+        family, path, input_path = self.family, *map(self.paths.get, OPERANDS)
         return SearchFacts(
-            name=self.name, family=self.family, seed=self.seed, polish_rounds=self.polish.rounds,
-            searched_under=self.searched_under,
-        )  # fmt: skip
+            name=self.name,
+            family=family if isinstance(family, str) else tuple(family),
+            seed=self.seed,
+            polish_rounds=self.polish.rounds,
+            path=path,
+            input_path=None if input_path == path else input_path,
+        )
 
 
 def _learns_rotation(name: str, transform: str, rotation: RotationConfig) -> bool:

@@ -27,6 +27,7 @@ from dmx.assignment.projection import project
 from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
 from dmx.files import write_atomic, write_text
+from dmx.kernels.ops import actual_backend
 from dmx.models.checkpointing import checkpointing
 from dmx.models.graph import GraphedStep
 from dmx.models.processes import Processes
@@ -37,7 +38,7 @@ from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig, SearchConfigError
 from dmx.searching.descent import along_budget, element_scale, shift_to_average
 from dmx.searching.objective import budget_penalty, task_loss
-from dmx.searching.offsets import anneal, harden, preference
+from dmx.searching.offsets import added_bits, anneal, harden, preference
 from dmx.searching.transforming import transformed_layers
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.learning import LearnedRotations
@@ -75,9 +76,7 @@ class DifferentiableSearch:
         self.processes = Processes(self.device)
         weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
         self.weights = weights.to(self.device)
-        # soft average = constant + slope * weights @ offsets, exact at the stops
-        low = space.average([0] * len(space.units), budget.unit)
-        self.soft_constant, self.bits_per_offset = low, self.family.slope
+        self.cheapest = space.average([0] * len(space.units), budget.unit)
         descent = config.descent
         first = torch.full((len(space.units),), descent.raw_start, dtype=torch.float32).to(
             self.device
@@ -107,8 +106,10 @@ class DifferentiableSearch:
     # --- measuring -----------------------------------------------------------------------------
 
     def soft_average(self, offsets: Tensor) -> Tensor:
-        """(..., U) -> (...); average bits of real-valued offsets, in the budget's unit."""
-        return self.soft_constant + self.bits_per_offset * (self.weights * offsets).sum(-1)
+        """(..., U) -> (...); average bits of real-valued offsets, in the budget's unit; exact at the
+        stops."""
+        added = added_bits(offsets, self.family, self.budget.unit)
+        return self.cheapest + (self.weights * added).sum(-1)
 
     def _at_target(self, raw: Tensor, step: int) -> Tensor:
         """Raw offsets shifted so that the soft average of that step is the budget."""
@@ -201,6 +202,8 @@ class DifferentiableSearch:
             obstacle = f"the model is on {self.device.type}"
         elif self.config.descent.gradient_checkpointing:
             obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
+        elif "line" in self.config.paths.values() and actual_backend(self.device) == "reference":
+            obstacle = "the reference of the straight line reads its formats on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):
             obstacle = "the model's attention is not purely causal sdpa"
         if asked == "on" and obstacle:
@@ -369,7 +372,12 @@ class DifferentiableSearch:
         quiet = not self.processes.is_main
         with (
             searching_model(
-                self.model, self.space, self.family, config.scale_rules.by_format(), self.rotations
+                self.model,
+                self.space,
+                self.family,
+                config.scale_rules.by_format(),
+                self.rotations,
+                path=config.descent.path,
             ) as bank,
             checkpointing(self.model, config.descent.gradient_checkpointing, "search.descent"),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),

@@ -2,11 +2,14 @@
 
     two stops     b = 2 sigmoid(k T (raw/2 - 1/2))
     three stops   b = sigmoid(k T (raw - 1/2)) + sigmoid(k T (raw - 3/2)),      k = 20
+    F stops       b = w sum over stops s but the last of sigmoid(k T ((raw - s)/w - 1/2)),   w = 2/(F-1)
+
+The bits of an offset are those of the formats at the stops and linear between them.
 
 All raw offsets of a search are one 1-D float32 parameter that the search owns; the layers see 0-d
 views of the annealed offsets. The module tree of the model never holds the parameter.
 
-Source: dMX, arXiv 2606.04115 (two stops); the third stop is ours.
+Source: dMX, arXiv 2606.04115 (two stops); more stops are ours.
 """
 
 from itertools import pairwise
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmx.formats import Family
+from dmx.formats import BitUnit, Family
 
 SHARPNESS = 20.0
 """k in the formulas above, from the paper."""
@@ -33,12 +36,26 @@ def anneal(raw: Tensor, temperature: float | Tensor, family: Family) -> Tensor:
 
     `torch.sigmoid` and not 1/(1+exp(-z)), whose gradient is NaN once exp overflows.
     """
-    sharpness = SHARPNESS * temperature
-    offset = torch.zeros_like(raw)
-    for low, high in pairwise(family.stops):
-        width = high - low
-        offset = offset + width * torch.sigmoid(sharpness * ((raw - low) / width - 0.5))
-    return offset
+    sharpness, width = SHARPNESS * temperature, family.width
+    position = torch.zeros_like(raw)
+    for low in family.stops[:-1]:
+        position = position + torch.sigmoid(sharpness * ((raw - low) / width - 0.5))
+    # Whole positions are the stops as float32 has them; widths summed one by one would miss those of four.
+    return width * position
+
+
+def added_bits(offsets: Tensor, family: Family, unit: BitUnit) -> Tensor:
+    """Bits of offsets above those of the smallest format; shape of offsets, exact at the stops.
+
+    At a stop the gradient is the right-hand one, at the last the one before it.
+    """
+    steps = family.steps(unit)
+    position = offsets * ((len(family.formats) - 1) / 2)
+    bits = steps[0] * position
+    for index, (before, after) in enumerate(pairwise(steps), start=1):
+        if after != before:
+            bits = bits + (after - before) * (position - index).clamp(min=0)
+    return bits
 
 
 def harden(raw: np.ndarray, family: Family) -> np.ndarray:
@@ -49,7 +66,7 @@ def harden(raw: np.ndarray, family: Family) -> np.ndarray:
 def preference(raw: np.ndarray, family: Family, ties: np.ndarray | None = None) -> np.ndarray:
     """(U, F-1): how far each raw offset lies above the threshold of each step.
 
-    With two stops this is the order of the raw offsets themselves; with three it also compares a
+    With two stops this is the order of the raw offsets themselves; with more it also compares a
     step 4 to 6 of one unit with a step 6 to 8 of another.
 
     Args:

@@ -1,7 +1,6 @@
 """`search`: one function for every method; checks first, then searches."""
 
 import json
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -205,21 +204,14 @@ class _Job:
         )
         descent.clock = self.clock
         descent.run()
-        learned, complaints = descent.rotations, list(descent.warnings)
-        if (rule := self.config.searched_under) is not None:
-            complaints.append(
-                f"the differentiable search knows the scale rule {rule} alone: formats are chosen under it, "
-                "and the assignment has the rules of search.scale_rules. A heuristic or a polish chooses "
-                "under those."
-            )
-            warnings.warn(complaints[-1], stacklevel=1)
+        learned = descent.rotations
         return _Outcome(
             transform if learned is None else learned.transform(),
             descent.projected_choice(),
             descent.preference(),
             history=descent.history,
             raw_offsets=np.stack(descent.raw_rows),
-            warnings=complaints,
+            warnings=list(descent.warnings),
             cuda_graph="on" if descent.uses_graph else "off",
         )
 
@@ -262,6 +254,7 @@ class _Job:
         its polish, which may be added to a search that has ended."""
         settings = asdict(self.config)
         del settings["descent"]["checkpoint_every"]
+        settings["descent"]["path"] = self.config.paths  # what auto stands for
         del settings["rotation"]["file"]  # its content is in the transform's key
         if not with_polish:
             del settings["polish"]

@@ -31,6 +31,7 @@ DESCENT = "descent."
 """What names of a descent's settings are shown without: nothing else has such names."""
 _NEVER = (
     "name", "seed", "units", "choices", "transform", "rotation.file", "scale_rule", "allow_unsearched",
+    "descent.path",
     "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
     "descent.checkpoint_every",
 )  # fmt: skip

@@ -134,6 +134,15 @@ class Stored:
 # --- what identifies a result --------------------------------------------------------------------
 
 
+def _path_text(path: str) -> str:
+    sides = [
+        side
+        for side, way in zip(("weights", "inputs"), path.split(", "), strict=False)
+        if way == "line"
+    ]
+    return f"straight line of {sides[0]}" if ", " in path else "straight line"
+
+
 @dataclass(frozen=True, order=True)
 class Limit(Stored):
     """A budget: the upper bound of the average bits."""
@@ -209,6 +218,9 @@ class Method(Stored):
     """W+A | W; None for bf16."""
     family: str | None = dimension(None)
     """Candidate formats of every unit; None where nothing was searched."""
+    path: str = dimension("element", label=_path_text, join=", ", compared=False)
+    """How a descent's continuous quantizer moved between formats: element | line, of weights and inputs as
+    `line, element` where they differ; element also where nothing descended."""
     units: str | None = dimension(
         None, title=lambda units: "" if units in (None, "layer") else f"{units} units"
     )

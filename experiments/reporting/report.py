@@ -94,9 +94,9 @@ def _pareto_section(groups: Sequence[Group]) -> Html | None:
 
 
 def _thresholds(assignment: Mapping[str, Any] | None) -> tuple[float, ...]:
-    """Raw offsets where the hard choice changes; none where no family of a name is recorded."""
+    """Raw offsets where the hard choice changes; none where no family is recorded."""
     family = ((assignment or {}).get("search") or {}).get("family")
-    return raw_thresholds(get_family(family)) if isinstance(family, str) else ()
+    return raw_thresholds(get_family(family)) if family else ()
 
 
 def _trace_pictures(trace: SearchTrace) -> list[Html]:

@@ -12,6 +12,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
+from dmx.formats import family_name
 from mor.log import read_log
 from mor.training import TrainResult
 
@@ -40,7 +41,7 @@ def method_of(
     stage, rules = _stage_of(assignment), assignment.scale_rules
     if stage == "mse":  # says the rules of the weights
         rules = {operand: rules[operand] for operand in rules if operand != "weight"}
-    family = search.family
+    family = (search.family,) if isinstance(search.family, str) else search.family or ()
     separate = search.choices == "separate" or bool(assignment.unequal)
     return Method(
         search=name,
@@ -51,11 +52,8 @@ def method_of(
         weights=stage,
         net=net,
         quantized=quantized,
-        family=None
-        if family is None or not is_searched
-        else family
-        if isinstance(family, str)
-        else " ".join(family),
+        family=family_name(family) if is_searched and family else None,
+        path=", ".join(filter(None, (search.path or "element", search.input_path))),
         units=assignment.units if is_searched else None,
         choices="separate" if separate else "joint",
         scale_rules=scale_rules_text(rules),

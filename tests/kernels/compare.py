@@ -1,5 +1,6 @@
 """A backend against the reference on one input; for the tests and `scripts.benchmarks.kernels --check`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,9 +45,15 @@ def check_mx(
         assert_same_bits(scale_codes, quantized.scale_codes)
 
 
-def check_continuous(x: Tensor, family: Family, offset: float, device: str) -> None:
+def check_continuous(
+    x: Tensor,
+    family: Family,
+    offset: float,
+    device: str,
+    rules: Sequence[ScaleRule] | None = None,
+) -> None:
     """Forward and grad_x bit for bit, the sum within SUM_TOLERANCE of the absolute sum."""
-    parameters = numerics.path_parameters(torch.tensor(offset), family)
+    parameters = numerics.continuous_parameters(torch.tensor(offset), family, rules)
     there, parameters_there = x.to(device), parameters.to(device)
     expected = numerics.continuous_fake_quant(x, parameters)
     assert_same_bits(ops.continuous_fake_quant(there, parameters_there), expected)
@@ -59,7 +66,7 @@ def check_continuous(x: Tensor, family: Family, offset: float, device: str) -> N
         grad.to(device), there, parameters_there
     )
     assert grad_x is not None
-    assert_same_bits(grad_x, torch.where(dx > 0, grad, 0.0).to(x.dtype))
+    assert_same_bits(grad_x, torch.where(dx > 0, grad.float() * dx, 0.0).to(x.dtype))
     assert grad_offset.shape == () and grad_offset.dtype == torch.float32
     products = grad.double() * db.double()
     largest = products.abs().sum().item()

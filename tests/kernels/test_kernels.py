@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from dmx.errors import FormatError, RunError
-from dmx.formats import FAMILIES, MX_FORMATS, SCALE_RULES
+from dmx.formats import FAMILIES, MX_FORMATS, WEIGHT_RULES
 from dmx.kernels import cpu, ops
-from dmx.numerics import path_parameters
+from dmx.numerics import continuous_parameters
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.numerics.packing import pack_codes, unpack_codes
-from tests.cases import OFFSETS, hard_inputs
+from tests.cases import FOUR, LINES, OFFSETS, hard_inputs
 from tests.golden import assert_same_bits
 from tests.kernels.compare import check_continuous, check_mx
 
@@ -43,7 +43,7 @@ def auto_backend(monkeypatch):
 @pytest.mark.parametrize("block_format", MX_FORMATS, ids=str)
 def test_mx_equals_reference(block_format, dtype, device):
     for x in hard_inputs(dtype).values():
-        for scale_rule in SCALE_RULES:
+        for scale_rule in WEIGHT_RULES:
             check_mx(x, block_format, scale_rule, device)
 
 
@@ -64,6 +64,15 @@ def test_continuous_equals_reference(family, dtype, device):
             check_continuous(x, family, offset, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize(("family", "rules"), LINES, ids=str)
+def test_the_straight_line_equals_reference(family, rules, dtype, device):
+    for x in hard_inputs(dtype).values():
+        for offset in (0.0, 0.3, 2 / 3, 1.0, 1.7, 2.0):
+            check_continuous(x, family, offset, device, rules)
+
+
 def test_overlapping_out_equals_reference():
     memory = torch.randn(33, 64)
     x, out = memory[:-1], memory[1:]
@@ -71,9 +80,10 @@ def test_overlapping_out_equals_reference():
     assert torch.equal(ops.fake_quant(x, "mxfp4", out=out), expected)
 
 
-def test_offset_gradient_does_not_depend_on_threads():
+@pytest.mark.parametrize("path", ["element", "line"])
+def test_offset_gradient_does_not_depend_on_threads(path):
     x, grad = torch.randn(512, 1024), torch.randn(512, 1024)
-    parameters = path_parameters(torch.tensor(0.7), "mxfp6_mxfp4")
+    parameters = continuous_parameters(torch.tensor(0.7), "mxfp6_mxfp4", path=path)
     threads, results = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3):
@@ -86,10 +96,15 @@ def test_offset_gradient_does_not_depend_on_threads():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_cuda_graph_follows_the_parameters():
-    """Nothing depends on values on the host: a captured launch sees later offsets."""
+@pytest.mark.parametrize(
+    ("family", "rules"), [("mxfp6_mxfp4", None), (FOUR, ("even", "mse", "floor", "rceil"))], ids=str
+)
+def test_cuda_graph_follows_the_parameters(family, rules):
+    """Nothing depends on values on the host: a captured launch sees later offsets, and the neighbours
+    that are theirs."""
     x, grad = torch.randn(2, 256, 512, device="cuda").unbind()
-    parameters = path_parameters(torch.tensor(0.3), "mxfp6_mxfp4").cuda()
+    offset = torch.tensor(0.3, device="cuda")
+    parameters = continuous_parameters(offset, family, rules)
 
     def step():
         return (
@@ -101,7 +116,7 @@ def test_cuda_graph_follows_the_parameters():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    parameters.copy_(path_parameters(torch.tensor(1.7), "mxfp6_mxfp4"))
+    parameters.copy_(continuous_parameters(offset + 1.4, family, rules))
     graph.replay()
     # Equal to the bit, so the sums also run in the same order every time.
     for actual, expected in zip(captured, step(), strict=True):

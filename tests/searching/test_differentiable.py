@@ -102,7 +102,7 @@ class Toy(nn.Module):
         return SimpleNamespace(logits=sum(outputs))
 
 
-@pytest.mark.parametrize("family", ["mxfp8_mxfp4", "mxfp6_mxfp4"])
+@pytest.mark.parametrize("family", ["mxfp8_mxfp4", "mxfp6_mxfp4", ["mxfp4", "mxfp6_e3m2"]], ids=str)
 @pytest.mark.parametrize("name", ["kl", "differentiable"])
 def test_the_best_assignment_of_a_toy_is_found(name, family):
     """Room for two raises: the two loud layers, as trying everything shows, in 60 steps; all

@@ -14,7 +14,7 @@ from dmx.assignment.space import build_space
 from dmx.formats import FAMILIES, get_family
 from dmx.searching import schedule
 from dmx.searching.bank import searching_model
-from dmx.searching.offsets import anneal, harden, preference
+from dmx.searching.offsets import added_bits, anneal, harden, preference
 from tests.settings import search_config
 
 EVERY_RAW = torch.linspace(0, 2, 4001)
@@ -61,7 +61,8 @@ def test_annealing_is_the_formula_of_its_family():
 def test_the_soft_average_starts_at_the_floor_of_the_design(family, bits):
     family = get_family(family)
     offset = float(anneal(torch.zeros(1), 0.4, family))
-    assert 4 + family.slope * offset == pytest.approx(bits, abs=0.005)
+    added = float(added_bits(torch.tensor(offset), family, "element_bits"))
+    assert 4 + added == pytest.approx(bits, abs=0.005)
 
 
 def test_hardening_counts_the_thresholds_below():

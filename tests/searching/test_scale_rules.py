@@ -1,7 +1,5 @@
 """search.scale_rules: what a search states is what it measures with and what the assignment has."""
 
-import warnings
-
 import pytest
 import torch
 
@@ -28,17 +26,13 @@ def searched(model, name, **settings):
     config = SearchConfig(
         name=name, scale_rules=ScaleRulesConfig(**RULES), units="layer", **settings
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        result = dmx.search(model, BATCHES, dmx.Budget(4.7), config)
-    return result, [str(w.message) for w in caught if "scale rule floor alone" in str(w.message)]
+    return dmx.search(model, BATCHES, dmx.Budget(4.7), config)
 
 
 @pytest.mark.parametrize("name", ["kl_per_bit", "fisher", "weight_mse", "random"])
 def test_heuristics_state_and_know_the_rules(name, tiny_random, tmp_path):
-    result, warned = searched(tiny_random.model, name)
-    done = result.assignment
-    assert done.scale_rules == STATED and done.search.searched_under is None and not warned
+    done = searched(tiny_random.model, name).assignment
+    assert done.scale_rules == STATED and done.search.path is None
     assert Assignment.load(done.save(tmp_path / "a.json")) == done
     dmx.apply(tiny_random.model, done)
     for layer_name, layer in quantized_layers(tiny_random.model).items():
@@ -49,19 +43,13 @@ def test_heuristics_state_and_know_the_rules(name, tiny_random, tmp_path):
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_the_differentiable_search_says_what_it_searched_under(rounds, tiny_random):
-    result, warned = searched(
+def test_the_differentiable_search_knows_the_rules(rounds, tiny_random):
+    result = searched(
         tiny_random.model, "differentiable", steps=3, polish=PolishConfig(rounds=rounds)
     )
-    assert result.assignment.scale_rules == STATED
-    assert result.assignment.search.searched_under == "floor"
-    assert len(warned) == 1 and warned[0] in result.warnings
-    # Rules of formats that it does not choose from are none of its business.
-    other = SearchConfig(scale_rules=ScaleRulesConfig(weight={"mxfp8_e4m3": "rceil"}))
-    assert other.searched_under is None
-    assert (
-        SearchConfig(name="kl", scale_rules=ScaleRulesConfig(weight="even")).searched_under is None
-    )
+    assert result.assignment.scale_rules == STATED and not result.warnings
+    assert result.assignment.search.path == "line"
+    assert result.assignment.search.searched_under is None
 
 
 def test_uniform_formats_have_the_rules_of_their_format(tiny_random):
@@ -120,6 +108,7 @@ def test_commands_take_rules_and_rows_say_them(run, record_of, tmp_path):
     told = {row.method.base: row.method.scale_rules for row in record.rows}
     assert told["uniform mxfp4"] == "weight: even; input: rceil"
     assert told["fisher"] == told["dMX"] == "weight: mxfp4 even; input: rceil"
-    assert any("the scale rule floor alone" in warning for warning in record.warnings)
+    paths = {row.method.base: row.method.path for row in record.rows}
+    assert paths["dMX"] == "line" and paths["fisher"] == "element"
     code, _out, err = run(search, *tiny, "search.scale_rule=even", f"run.folder={tmp_path}/old")
     assert code == 2 and "search.scale_rules.weight=even search.scale_rules.input=even" in err
