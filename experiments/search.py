@@ -21,7 +21,7 @@ from .running.bench import Bench, check_windows
 from .running.composing import build_root
 from .running.guard import entry_point
 from .running.pace import Pace
-from .running.plan import SearchPlan
+from .running.plan import BASELINE_WEIGHTS, SearchPlan
 from .running.run import Run
 from .running.settings import BASELINES, SearchingRun, check_each
 
@@ -41,12 +41,17 @@ class SearchRun(SearchingRun):
     weights: str
     """nearest | mse | gptq | learned: every searched assignment is measured a second time, with such
     weights."""
+    baseline_weights: str
+    """same | nearest: whether the assignments of heuristics get `weights` as well."""
 
     def __post_init__(self) -> None:
         check_choice(self.weights, WEIGHTS, "weights")
+        check_choice(self.baseline_weights, BASELINE_WEIGHTS, "baseline_weights")
         check_each("baselines", self.baselines, BASELINES)
-        quantized = self.evaluation.quantized
-        self.plan = SearchPlan(self.search, self.budget, self.baselines, self.weights, quantized)
+        self.plan = SearchPlan(
+            self.search, self.budget, self.baselines, self.weights, self.baseline_weights,
+            self.evaluation.quantized,
+        )  # fmt: skip
         self.plan.check(self.calibration.batches)
 
 
@@ -62,7 +67,7 @@ def main(cfg: DictConfig) -> float | None:
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
-        bench = Bench.of(run, config, list(dict.fromkeys(("nearest", config.weights))))
+        bench = Bench.of(run, config, config.plan.stages)
         pace = Pace(bench, config.plan) if config.pace else None
         config.plan.measure(bench)
         run.pace = None if pace is None else pace.ended()

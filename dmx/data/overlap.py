@@ -6,10 +6,12 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dmx.data.texts import Text
+if TYPE_CHECKING:
+    from dmx.data.texts import Text
 
 WORDS = 13
 """Of a sequence; as language models' training data are cleaned of benchmarks (arXiv 2005.14165, C)."""
@@ -86,6 +88,24 @@ def shared_sequences(evaluation: str, training: str, words: int = WORDS) -> Over
         places = np.searchsorted(distinct, candidates).clip(max=len(distinct) - 1)
         seen[places[distinct[places] == candidates]] = True
     return Overlap(words, int(counts[seen].sum()), len(wanted))
+
+
+def without_shared(training: str, evaluation: str, separator: str, words: int = WORDS) -> str:
+    """A text for learning without the parts that hold, or help to hold, a sequence of the evaluation text.
+
+    Args:
+        separator: between the parts of `training`; short texts only, all sequences are kept in memory.
+    """
+    listed = _WORD.findall(evaluation.lower())
+    wanted = {tuple(listed[i : i + words]) for i in range(len(listed) - words + 1)}
+    parts = training.split(separator)
+    known = [(word, i) for i, part in enumerate(parts) for word in _WORD.findall(part.lower())]
+    shared = set()
+    for start in range(len(known) - words + 1):
+        sequence = known[start : start + words]
+        if tuple(word for word, _ in sequence) in wanted:
+            shared.update(part for _, part in sequence)
+    return separator.join(part for i, part in enumerate(parts) if i not in shared)
 
 
 def check_overlap(evaluation: Text, training: Text) -> Overlap:

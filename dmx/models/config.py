@@ -6,12 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from dmx.errors import ModelError
+from dmx.models.dtype import AUTO, DTYPES
 from dmx.models.tiny import TinyConfig
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(kw_only=True)
@@ -23,7 +20,7 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit on the hub; null = the default branch. The record keeps the commit."""
     dtype: str = "bfloat16"
-    """bfloat16, float16, float32."""
+    """bfloat16, float16, float32, or auto: bfloat16, but float32 on a CPU that is slow in bfloat16."""
     gguf_file: str | None = None
     """A GGUF file in the hub repository, folder or package; its weights are dequantized."""
     package: str | None = None
@@ -41,8 +38,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.tiny, dict):
             self.tiny = TinyConfig(**self.tiny)
-        if self.dtype not in DTYPES:
-            raise ModelError(f"model.dtype={self.dtype!r} is unknown. Known: {', '.join(DTYPES)}.")
+        known = (*DTYPES, AUTO)
+        if self.dtype not in known:
+            raise ModelError(f"model.dtype={self.dtype!r} is unknown. Known: {', '.join(known)}.")
         if self.package is not None and self.gguf_file is None:
             raise ModelError(
                 f"model.package={self.package!r} needs model.gguf_file: the file in its folder."
@@ -56,8 +54,3 @@ class ModelConfig:
                 "there. Choose a configuration that reads folders and hub names: model=smollm2_135m "
                 f"model.id={self.id}."
             )
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype that `dtype` names."""
-        return DTYPES[self.dtype]

@@ -19,6 +19,7 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.models.config import ModelConfig
+from dmx.models.dtype import dtype_of
 from dmx.models.gguf import gguf_config, read_once
 from dmx.models.identity import architecture_sha256
 from dmx.models.locating import Where, explained, load_options, locate, revision_of
@@ -42,6 +43,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
     Raises:
         ModelError: the model is not there, not allowed, not whole, or not a causal language model.
     """
+    dtype = dtype_of(config.dtype, device)
     if config.tiny is not None:
         model = make_tiny(config.tiny, attn_implementation=config.attn_implementation)
         tokenizer = byte_tokenizer()
@@ -50,20 +52,20 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         where = locate(config)
         with _quiet_transformers(), read_once():
             model_config = _read_config(config, where)
-            model = _read_weights(config, where, model_config)
+            model = _read_weights(config, where, model_config, dtype)
             tokenizer = _read_tokenizer(config, where)
         revision = revision_of(where)
     provenance = {
         "id": config.id,
         "revision": revision,
-        "dtype": config.dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "architecture_sha256": architecture_sha256(model.config),
         "note": config.note,
     }
     # Parameters alone: rotary frequencies are float32 buffers in every loader, and rounding them to
     # bf16 moves the perplexity (SmolLM2 by 0.04 %).
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, config.torch_dtype)
+        parameter.data = parameter.data.to(device, dtype)
     return LoadedModel(model.to(device).eval(), tokenizer, provenance)
 
 
@@ -103,7 +105,7 @@ def _read_config(config: ModelConfig, where: Where) -> Any:
 def _from_config(config: ModelConfig, model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": config.torch_dtype}
+    options: dict[str, Any] = {"dtype": dtype_of(config.dtype, "meta")}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     try:
@@ -112,7 +114,7 @@ def _from_config(config: ModelConfig, model_config: Any) -> Any:
         raise ModelError(f"model.id={config.id}: transformers cannot make it: {error}") from error
 
 
-def _read_weights(config: ModelConfig, where: Where, model_config: Any) -> Any:
+def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: torch.dtype) -> Any:
     import transformers
 
     check_not_quantized(model_config, config.id)
@@ -126,7 +128,7 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any) -> Any:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             where.source,
             config=model_config,
-            dtype=config.torch_dtype,
+            dtype=dtype,
             output_loading_info=True,
             **options,
         )

@@ -150,6 +150,11 @@ class LearnConfig:
         return learned, list(batches[len(batches) - held :])
 
 
+def measured_batches(learned: Sequence[Tensor], held: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Batches that the KL before and after is measured on: those held, else the first ones."""
+    return held or learned[:4]
+
+
 @dataclass
 class _Interrupts:
     """Whether Ctrl-C was asked for since; see `_deferred_interrupts`."""
@@ -326,7 +331,7 @@ class _Learning:
         """All steps that are left; `masters.quantized` is up to date after."""
         config = self.config
         self.resume()
-        measured = self.held or self.batches[: min(4, len(self.batches))]
+        measured = measured_batches(self.batches, self.held)
         if self.kl_before is None:
             self.kl_before = self.measure(measured)
         quiet, look_every = (

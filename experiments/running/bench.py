@@ -165,10 +165,15 @@ class Bench:
         self.rows(f"uniform-{block_format}.json", made, guarded=False)
 
     def searched(
-        self, config: SearchConfig, budget: Budget, *, name: str, folder: str = ""
-    ) -> None:
+        self, config: SearchConfig, budget: Budget, *, name: str, folder: str = "",
+        weights: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
         """Rows of one search. Its files: `name`.json and, if it takes steps or is polished, its
-        history, in `folder` of the run's folder."""
+        history, in `folder` of the run's folder.
+
+        Args:
+            weights: what its weights are in each row; None: as the bench has it.
+        """
 
         def make() -> tuple[Assignment, dict[str, Any]]:
             cuda = self.run.device.type == "cuda"
@@ -190,17 +195,17 @@ class Bench:
             return result.assignment, facts
 
         stem = f"{folder}/{name}" if folder else name
-        for weights in self.weights:
-            if weights == "nearest":
+        for stage in self.weights if weights is None else weights:
+            if stage == "nearest":
                 self.rows(f"{stem}.json", make)
             else:
 
-                def changed(weights: str = weights) -> tuple[Assignment, dict[str, Any]]:
+                def changed(stage: str = stage) -> tuple[Assignment, dict[str, Any]]:
                     nearest = self._saved(f"{stem}.json", make)
-                    folder = self.run.path(f"{stem}.{weights}")
-                    return self._changed(weights, nearest, config.seed, folder), {}
+                    folder = self.run.path(f"{stem}.{stage}")
+                    return self._changed(stage, nearest, config.seed, folder), {}
 
-                self.rows(f"{stem}.{weights}.json", changed)
+                self.rows(f"{stem}.{stage}.json", changed)
 
     def _changed(self, stage: str, nearest: Assignment, seed: int, folder: Path) -> Assignment:
         """The assignment of a search with the scales of its weights by least squared error, with its

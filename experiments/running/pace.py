@@ -11,6 +11,8 @@ output layer, for as many tokens as the plain step, which has 2 (B + H):
     change of one unit in a scan  B / 2 + H       on average: the blocks before the unit are not run again
     step of a search              3 B + 2 H       gradients of the weights, too: an offset's needs them
     fisher, F candidates          (3 + F) B + 2 H
+    step of learned weights       3 B + 3 H       both models' products of the head, and the gradient's
+    what it needs of a new batch  B               the full-precision model up to its head
 
 times what quantizing adds to it (`OVERHEAD`).
 """
@@ -24,18 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmx.models.dtype import SLOW_BF16, bf16_slowness
 from dmx.models.running import evaluating
 from dmx.searching import search_space
+from dmx.weights.learned import measured_batches
 
 from ..reporting.texts import seconds_text, work_text
 from .bench import Bench
 from .guard import console
 from .plan import SearchPlan
 
-OVERHEAD = {"evaluation": 0.96, "scan": 1.04, "search": 1.15}
+OVERHEAD = {"evaluation": 0.96, "scan": 1.04, "search": 1.15, "learning": 1.2}
 """Seconds over those of the matrix products, as a share of a plain step's; measured."""
-SLOW_BF16 = 1.5
-"""Times a product in float32, from which on it is worth saying."""
 REPEATS = 3
 """Plain steps timed at each end of a run, after one that is not."""
 
@@ -64,28 +66,17 @@ def plain_step_times(model: nn.Module, tokens: Tensor, repeats: int = REPEATS) -
     return times
 
 
-def product_seconds(dtype: torch.dtype, tokens: int = 256, width: int = 1024) -> float:
-    """Of a product of (tokens, width) by a square weight on the CPU: the least of three, after one."""
-    x, weight = torch.ones(tokens, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-    times = []
-    for _ in range(4):
-        started = time.perf_counter()
-        nn.functional.linear(x, weight)
-        times.append(time.perf_counter() - started)
-    return min(times[1:])
-
-
 def dtype_advice(model: nn.Module) -> str:
     """What to say of a model in bfloat16 on a processor without products of it; empty elsewhere."""
     parameter = next(model.parameters())
     if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
         return ""
-    slower = product_seconds(torch.bfloat16) / product_seconds(torch.float32)
+    slower = bf16_slowness()
     if slower < SLOW_BF16:
         return ""
     return (
         f" Products in bfloat16 take {slower:.1f} times those in float32 on this processor: "
-        "model.dtype=float32 is faster here."
+        "model.dtype=auto takes float32 here."
     )
 
 
@@ -110,6 +101,11 @@ class Sizes:
     """Calibration batches."""
     evaluation: float
     """Tokens of one evaluation over those of a calibration batch."""
+    training: float = 0.0
+    """Tokens of a training batch over those of a calibration batch."""
+    learned_batches: int = 0
+    held_batches: int = 0
+    """That the loss is measured on before and after learning."""
 
 
 def sizes_of(bench: Bench, plan: SearchPlan) -> Sizes:
@@ -118,23 +114,46 @@ def sizes_of(bench: Bench, plan: SearchPlan) -> Sizes:
     batches = bench.batches(plan.search.seed)
     head = bench.model.get_output_embeddings()  # type: ignore[operator]
     assert bench.tokens is not None
+    training: dict[str, Any] = {}
+    if bench.training is not None:
+        drawn = bench.training_batches(plan.search.seed)
+        learned, held = bench.learn.split(drawn)
+        training = {
+            "training": drawn[0].numel() / batches[0].numel(),
+            "learned_batches": len(learned),
+            "held_batches": len(measured_batches(learned, held)),
+        }
     return Sizes(
         blocks=sum(rows * columns for rows, columns in space.shapes.values()),
         output=0 if head is None else head.weight.numel(),
         units=len(space.units),
         batches=len(batches),
         evaluation=bench.tokens.numel() / batches[0].numel(),
+        **training,
     )
 
 
-def expected_stages(plan: SearchPlan, sizes: Sizes) -> list[Stage]:
-    """The stages of a search that take time, in the order in which they run."""
+def learning_work(steps: int, sizes: Sizes) -> float:
+    """Plain steps of `steps` steps of learned weights, with what is measured before and after."""
+    whole = 2 * (sizes.blocks + sizes.output)
+    step = (3 * sizes.blocks + 3 * sizes.output) / whole
+    new_batch = sizes.blocks / whole
+    work = steps * step + min(steps, sizes.learned_batches) * new_batch + 2 * sizes.held_batches
+    return OVERHEAD["learning"] * sizes.training * work
+
+
+def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list[Stage]:
+    """The stages of a search that take time, in the order in which they run.
+
+    Args:
+        learning_steps: of each assignment whose weights learn.
+    """
     whole, settings = 2 * (sizes.blocks + sizes.output), plan.search
     measured = OVERHEAD["evaluation"] * sizes.evaluation / 2
     candidates = len(settings.format_family.formats)
     scored = min(sizes.batches, settings.score_batches or sizes.batches)
     stages = [Stage(f"evaluation of {name}", measured) for name in plan.measured_alone]
-    scanned = 0
+    scanned, own = 0, plan.stages
     for name in (*plan.opponents, settings.name):
         work = 0.0
         if name in ("kl", "kl_per_bit"):
@@ -148,7 +167,12 @@ def expected_stages(plan: SearchPlan, sizes: Sizes) -> list[Stage]:
             step = (3 * sizes.blocks + 2 * sizes.output) / whole
             work = OVERHEAD["search"] * step * settings.steps
         stages += [Stage(name, work)] if work else []
-        stages.append(Stage(f"evaluation of {name}", measured * len(plan.quantized)))
+        rows = measured * len(plan.quantized)
+        stages.append(Stage(f"evaluation of {name}", rows))
+        for weights in (own if name == settings.name else plan.opponent_stages)[1:]:
+            if weights == "learned":
+                stages.append(Stage(f"weights of {name}", learning_work(learning_steps, sizes)))
+            stages.append(Stage(f"evaluation of {name}, {weights}", rows))
     return stages
 
 
@@ -164,12 +188,11 @@ class Pace:
         self.tokens = bench.batches(plan.search.seed)[0].to(bench.run.device)
         self.resumed = bench.run.path("rows").exists()
         self.times = plain_step_times(bench.model, self.tokens)
-        self.stages = expected_stages(plan, sizes_of(bench, plan))
+        self.stages = expected_stages(plan, sizes_of(bench, plan), bench.learn.steps)
         self.unknown = [
             name for name, asked in (
                 ("the polish", plan.search.polish.rounds > 0),
                 ("rounding the weights", plan.weights == "gptq"),
-                ("learning the weights", plan.weights == "learned"),
             ) if asked
         ]  # fmt: skip
         self.started = time.perf_counter()

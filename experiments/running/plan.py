@@ -154,6 +154,9 @@ class Comparison:
             )  # fmt: skip
 
 
+BASELINE_WEIGHTS = ("same", "nearest")
+
+
 @dataclass(frozen=True)
 class SearchPlan:
     """One search and what stands beside it."""
@@ -165,8 +168,20 @@ class SearchPlan:
     """bf16, uniform (every MX format) or names of MX formats, heuristics."""
     weights: str
     """nearest | mse | gptq | learned"""
+    baseline_weights: str
+    """Of `BASELINE_WEIGHTS`: whether heuristics get `weights`, too."""
     quantized: Sequence[str]
     """Of each assignment: W+A, W."""
+
+    @property
+    def stages(self) -> list[str]:
+        """What the weights of the search's assignment are, one row each."""
+        return list(dict.fromkeys(("nearest", self.weights)))
+
+    @property
+    def opponent_stages(self) -> list[str]:
+        """What those of the heuristics' are."""
+        return ["nearest"] if self.baseline_weights == "nearest" else self.stages
 
     @property
     def measured_alone(self) -> list[str]:
@@ -211,7 +226,8 @@ class SearchPlan:
         for block_format in uniform_formats(self.baselines):
             bench.uniform(block_format, self.opponent("uniform", learned))
         for name in self.opponents:
-            bench.searched(self.opponent(name, learned), self.budget, name=name)
+            settings = self.opponent(name, learned)
+            bench.searched(settings, self.budget, name=name, weights=self.opponent_stages)
         if not own.learns_rotation:
             bench.searched(own, self.budget, name="assignment")
 

@@ -36,6 +36,18 @@ def test_a_planted_sequence_is_found_wherever_it_is_and_unrelated_text_shares_no
         assert shared_sequences(" ".join(evaluation), " ".join(broken)).sequences == 0
 
 
+def test_parts_that_hold_a_shared_sequence_or_a_piece_of_one_are_left_out():
+    evaluation = words(60, 1)
+    parts = [" ".join(words(40, seed)) for seed in range(5, 9)]
+    inside = " ".join(["x", *evaluation[3:20], "y"])
+    halves = " ".join(["x", *evaluation[30:37]]), " ".join([*evaluation[37:43], "y"])
+    short = " ".join(evaluation[:12])
+    training = [parts[0], inside, parts[1], *halves, parts[2], short, parts[3]]
+    left = overlap.without_shared("|".join(training), " ".join(evaluation), "|")
+    assert left.split("|") == [*parts[:3], short, parts[3]]
+    assert shared_sequences(" ".join(evaluation), left).sequences == 0
+
+
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_counts_are_those_of_the_definition(length):
     for seed in range(5):

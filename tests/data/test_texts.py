@@ -20,6 +20,7 @@ from dmx.data import (
     check_window,
     encode,
     load_text,
+    shared_sequences,
     sources,
     token_batches,
 )
@@ -33,13 +34,17 @@ REPO = Path(__file__).parents[2]
 # ---------------------------------------------------------------- embedded and synthetic
 
 
-def test_embedded_parts_join_to_the_whole_and_split_at_four_fifths(no_dmx_data):
+def test_embedded_text_is_split_at_four_fifths_and_shares_no_13_words_in_a_row(no_dmx_data):
     parts = [load_text(DataConfig(name="embedded", split=s)) for s in SPLITS["embedded"]]
     from pydoc_data.topics import topics
 
     whole = "\n\n".join(topics[key] for key in sorted(topics))
-    assert parts[0].text + parts[1].text == whole
-    assert len(parts[0].text) == int(0.8 * len(whole))
+    assert parts[1].text == whole[int(0.8 * len(whole)) :]
+    kept = parts[0].text.split("\n\n")
+    assert set(kept) < set(whole[: int(0.8 * len(whole))].split("\n\n"))
+    assert len(parts[0].text) > 0.7 * len(whole)
+    assert shared_sequences(parts[1].text, whole[: int(0.8 * len(whole))]).sequences > 0
+    assert shared_sequences(parts[1].text, parts[0].text).sequences == 0
     assert platform.python_version() in parts[0].source
     assert parts[0].sha256 == hashlib.sha256(parts[0].text.encode()).hexdigest()
     assert parts[1].name == "embedded/evaluation"

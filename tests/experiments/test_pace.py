@@ -1,6 +1,7 @@
 """What a run says of how long it will take, and of the work that it was."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from experiments.running.pace import OVERHEAD, Sizes, expected_stages, plain_ste
 from tests.experiments.test_configs import built
 
 SIZES = Sizes(blocks=3_000, output=1_000, units=10, batches=4, evaluation=64)
+LEARNING_STEPS = 30
 TINY = (
     "model=tiny_random",
     "data=synthetic",
@@ -27,7 +29,8 @@ TINY = (
 
 def stages(*overrides, sizes=SIZES):
     return {
-        s.name: s.steps for s in expected_stages(built("data=synthetic", *overrides).plan, sizes)
+        s.name: s.steps
+        for s in expected_stages(built("data=synthetic", *overrides).plan, sizes, LEARNING_STEPS)
     }
 
 
@@ -50,6 +53,20 @@ def test_a_step_of_the_search_has_the_gradients_of_the_weights_too():
     work = stages("baselines=[]", "search.steps=50")
     assert work["differentiable"] == pytest.approx(OVERHEAD["search"] * 50 * 11_000 / 8_000)
     assert work["evaluation of differentiable"] == OVERHEAD["evaluation"] * 32
+
+
+def test_learned_weights_are_two_models_and_a_row_of_the_search_alone_where_asked():
+    sizes = dataclasses.replace(SIZES, training=2.0, learned_batches=20, held_batches=3)
+    asked = ("baselines=[kl]", "search.steps=50", "weights=learned")
+    alone = stages(*asked, "baseline_weights=nearest", sizes=sizes)
+    # per step 3 x 3,000 + 3 x 1,000 of 8,000, a new batch 3,000 for 20 of 30 steps, 3 twice before and after
+    work = OVERHEAD["learning"] * 2.0 * (30 * 12_000 / 8_000 + 20 * 3_000 / 8_000 + 2 * 3)
+    assert alone["weights of differentiable"] == pytest.approx(work)
+    assert alone["evaluation of differentiable, learned"] == OVERHEAD["evaluation"] * 32
+    assert "weights of kl" not in alone and "evaluation of kl, learned" not in alone
+    both = stages(*asked, sizes=sizes)
+    assert both["weights of kl"] == both["weights of differentiable"]
+    assert both["evaluation of kl, learned"] == OVERHEAD["evaluation"] * 32
 
 
 def test_a_plain_step_leaves_the_model_as_it_was(tiny_random):
@@ -107,9 +124,8 @@ def test_without_being_asked_a_run_is_not_timed(run, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "says"), [(3.0, True), (1.2, False)])
 def test_slow_products_in_bfloat16_are_said(monkeypatch, tiny_random, seconds, says):
-    taken = {torch.bfloat16: seconds, torch.float32: 1.0}
-    monkeypatch.setattr(pace, "product_seconds", taken.__getitem__)
+    monkeypatch.setattr(pace, "bf16_slowness", lambda: seconds)
     model = copy.deepcopy(tiny_random.model).bfloat16()
     advice = pace.dtype_advice(model)
-    assert ("3.0 times those in float32" in advice and "model.dtype=float32" in advice) is says
+    assert ("3.0 times those in float32" in advice and "model.dtype=auto" in advice) is says
     assert pace.dtype_advice(model.float()) == ""

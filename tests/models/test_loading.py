@@ -24,7 +24,8 @@ from dmx.models import (
     meta_model,
     train_tiny,
 )
-from dmx.models.config import DTYPES
+from dmx.models import dtype as dtypes
+from dmx.models.dtype import DTYPES
 from dmx.models.identity import architecture_sha256
 from dmx.models.tiny import TINY_ARCHITECTURES, tiny_model_config
 
@@ -134,6 +135,15 @@ def test_a_tiny_model_has_the_dtype_asked_for(dtype):
     loaded = load_model(ModelConfig(id="x", dtype=dtype, tiny=TinyConfig()))
     assert {p.dtype for p in loaded.model.parameters()} == {DTYPES[dtype]}
     assert loaded.provenance["dtype"] == dtype
+
+
+@pytest.mark.parametrize(("slowness", "expected"), [(0.6, "bfloat16"), (1.5, "float32")])
+def test_dtype_auto_is_float32_where_the_cpu_is_slow_in_bfloat16(monkeypatch, slowness, expected):
+    monkeypatch.setattr(dtypes, "bf16_slowness", lambda: slowness)
+    loaded = load_model(ModelConfig(id="x", dtype="auto", tiny=TinyConfig()))
+    assert {p.dtype for p in loaded.model.parameters()} == {DTYPES[expected]}
+    assert loaded.provenance["dtype"] == expected
+    assert dtypes.dtype_of("auto", "cuda") == torch.bfloat16
 
 
 def test_byte_tokens_are_the_bytes_and_decode_to_the_text():
