@@ -1,11 +1,8 @@
 """The commands: what they leave in a folder, how they refuse, and that they go on after a stop."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +23,7 @@ from experiments.running.collect import check_comparable
 from experiments.running.composing import build_root, check_overrides
 from experiments.running.folder import FolderTaken, claim
 from experiments.running.guard import no_lost_interrupts, stopping_at_an_interrupt
+from tests.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
@@ -451,18 +449,7 @@ def test_runs_that_measured_no_perplexity_are_joined_with_those_that_did(tmp_pat
 
 
 def start(module, *arguments, cwd):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    environment.pop("WORLD_SIZE", None)
-    # A suite that was started in the background ignores Ctrl-C, and its processes would, too.
-    return subprocess.Popen(
-        [sys.executable, "-m", f"experiments.{module}", *map(str, arguments)],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    return Forked("-m", f"experiments.{module}", *arguments, cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -480,15 +467,15 @@ def start(module, *arguments, cwd):
 )
 def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code, words, tmp_path):
     process = start(module, *TINY, *arguments, "run.folder=r", cwd=tmp_path)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == code, err
+    out, err = process.communicate()
+    assert process.poll() == code, err
     assert words in " ".join(err.split()) and "Traceback" not in err and out == ""
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT], ids=["kill -9", "Ctrl-C"])
 def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
-    steps = 200  # enough to be still at it when the signal comes, also on a busy machine
+    steps = 60  # enough to be still at it when the signal comes, also on a busy machine
     arguments = [
         *TINY,
         f"search.steps={steps}",
@@ -510,7 +497,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_result(stop, run, tmp_path):
         time.sleep(0.002)
     process.send_signal(stop)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == (130 if stop == signal.SIGINT else -signal.SIGKILL), err
+    assert process.poll() == (130 if stop == signal.SIGINT else -signal.SIGKILL), err
     assert stop == signal.SIGKILL or "goes on from here" in " ".join(err.split())
     assert not (died / "assignment.json").exists() and not (died / "record.json").exists()
     done = len((died / "history.jsonl").read_text().splitlines())

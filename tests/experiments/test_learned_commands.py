@@ -1,15 +1,13 @@
 """weights=learned in search and compare: rows, files, texts, and what is refused."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from dmx.assignment.assignment import Assignment
 from experiments import compare, evaluate, search
+from tests.forked import Forked
 
 TINY = [
     "model=tiny_random",
@@ -114,12 +112,7 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     assert text.shared == {"words": 13, "sequences": 0, "total": text.shared["total"]}
     assert not [w for w in record.warnings if "sequences" in w]
     folder = tmp_path / "stopped"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "experiments.search", *command, f"run.folder={folder}"],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = Forked("-m", "experiments.search", *command, f"run.folder={folder}")
     deadline = time.time() + 120
     while not list(folder.glob("*/learning_state.safetensors")) and time.time() < deadline:
         assert process.poll() is None, "it ended before it could be stopped"

@@ -1,10 +1,7 @@
 """Transforms on the command line, in exports, over processes and in a CUDA graph."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from dmx.formats import get_block_format
 from dmx.searching import uniform_assignment
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
+from tests.forked import Forked
 from tests.settings import search_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -232,11 +230,8 @@ if torch.distributed.is_initialized():
 
 
 def start(folder, **place):
-    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
-    env = os.environ | common | {k: str(v) for k, v in place.items()}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(folder)], env=env, stderr=subprocess.PIPE, text=True
-    )
+    place |= {"MASTER_ADDR": "127.0.0.1"}
+    return Forked("-c", SCRIPT, folder, environment={k: str(v) for k, v in place.items()})
 
 
 def test_two_processes_learn_the_rotations_of_one(tmp_path):
@@ -246,8 +241,7 @@ def test_two_processes_learn_the_rotations_of_one(tmp_path):
     places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": 2, "MASTER_PORT": port} for r in (0, 1)]
     started = [start(tmp_path, **place) for place in [*places, {}]]
     for process in started:
-        _, err = process.communicate(timeout=180)
-        assert process.returncode == 0, err[-2000:]
+        assert process.wait(180) == 0, process.outputs()[1][-2000:]
     one, *two = (load_file(tmp_path / f"{n}.safetensors") for n in ("one", "0", "1"))
     for name, matrix in one.items():
         assert torch.equal(two[0][name], two[1][name])

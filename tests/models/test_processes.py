@@ -1,11 +1,8 @@
 """Two processes with the global batch of one give the history of one."""
 
 import json
-import os
 import socket
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +10,7 @@ import torch
 
 from dmx.errors import DataError
 from dmx.models.processes import Processes
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import Forked
 
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
@@ -46,10 +42,8 @@ def free_port():
 def start(folder, rank, size, port):
     """The script in one of several processes, as torchrun starts them."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1"}
-    env = os.environ | common | {k: str(v) for k, v in place.items()}
-    command = [sys.executable, "-c", SCRIPT, str(folder)]
-    return subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    place |= {"MASTER_ADDR": "127.0.0.1"}
+    return Forked("-c", SCRIPT, folder, environment={k: str(v) for k, v in place.items()})
 
 
 def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
@@ -58,8 +52,7 @@ def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one")])
     exec(SCRIPT, {})
     for process in started:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err[-2000:]
+        assert process.wait() == 0, process.outputs()[1][-2000:]
     for objective in ("cross_entropy", "kl"):
         rows = [
             [json.loads(r) for r in (tmp_path / n / objective / "history.jsonl").open()]

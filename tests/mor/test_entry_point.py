@@ -21,6 +21,7 @@ from experiments.running.composing import build_root
 from experiments.running.training import save_model
 from experiments.train_mor import TrainMorRun
 from mor.state import OPERANDS
+from tests.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -36,21 +37,17 @@ SMALL = (
 )
 
 
-def train_mor(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.train_mor", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def train_mor(*arguments: str) -> Forked:
+    process = Forked("-m", "experiments.train_mor", *arguments)
+    process.wait(300)
+    return process
 
 
 def test_trains_every_recipe_and_reports(tmp_path):
     folder = tmp_path / "run"
     recipes = ["bf16", "e4m3_current", "tensor", "block_two_way", "block_three_way"]
     done = train_mor(f"mor=[{','.join(recipes)}]", f"run.folder={folder}", *SMALL)
-    assert done.returncode == 0, done.stderr
+    assert done.poll() == 0, done.outputs()[1]
     record = Record.load(folder / "record.json")
     assert [row.recipe for row in record.training_rows] == recipes
     for row in record.training_rows:
@@ -115,10 +112,10 @@ def test_a_model_that_cannot_be_written_leaves_no_half_of_it(tiny_random, tmp_pa
 
 def test_a_run_killed_before_its_report_writes_it(tmp_path):
     arguments = ("mor=[bf16]", f"run.folder={tmp_path / 'run'}", *SMALL)
-    assert train_mor(*arguments).returncode == 0
+    assert train_mor(*arguments).poll() == 0
     page = (tmp_path / "run" / "report.html").read_bytes()
     (tmp_path / "run" / "report.html").unlink()
-    assert train_mor(*arguments).returncode == 0
+    assert train_mor(*arguments).poll() == 0
     assert b"Training with MoR" in page
     assert b"Training with MoR" in (tmp_path / "run" / "report.html").read_bytes()
 

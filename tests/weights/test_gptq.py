@@ -3,10 +3,7 @@ carried by the assignment through apply, save, resume and the command line."""
 
 import copy
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -38,6 +35,7 @@ from dmx.weights.config import GptqConfig
 from dmx.weights.gptq import gptq
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
+from tests.forked import Forked
 
 BATCHES = list(torch.randint(0, 257, (3, 2, 48), generator=torch.Generator().manual_seed(1)))
 
@@ -627,13 +625,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     rows = rows_of(tmp_path / "whole")
     assert [r.label for r in rows] == ["kl", "kl + gptq", "fisher", "fisher + gptq"]
     folder = tmp_path / "stopped"
-    command = [sys.executable, "-m", "experiments.search", *COMMAND, f"run.folder={folder}"]
-    process = subprocess.Popen(
-        command,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")
     deadline = time.time() + 120
     while not list(folder.glob("*/gptq_state/*.safetensors")) and time.time() < deadline:
         assert process.poll() is None, "it ended before it could be stopped"

@@ -5,8 +5,6 @@ import copy
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 
@@ -29,6 +27,7 @@ from dmx.weights.learned import STATE_FILE, LearnConfig, learn_weights
 from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW, round_stochastically
+from tests.forked import Forked
 
 BATCHES = list(torch.randint(0, 257, (6, 2, 32), generator=torch.Generator().manual_seed(1)))
 SHORT = {"steps": 6, "warmup": 2, "lr": 1e-3}
@@ -386,24 +385,19 @@ done.save(sys.argv[1] + "/assignment.json")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_process_resumes_to_the_same_file(how, tmp_path):
-    script = tmp_path / "run.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script)]
-    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
-    process = subprocess.Popen(
-        [*command, str(tmp_path / "stopped")], stderr=subprocess.PIPE, env=dict(os.environ)
-    )
+    assert Forked("-c", SCRIPT, tmp_path / "whole").wait() == 0
+    process = Forked("-c", SCRIPT, tmp_path / "stopped")
     state = tmp_path / "stopped" / STATE_FILE
     deadline = time.time() + 120
-    while not state.exists() and time.time() < deadline:
+    while not state.exists() and process.poll() is None and time.time() < deadline:
         time.sleep(0.02)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
-    assert process.returncode != 0 and state.exists()
+    assert process.poll() != 0 and state.exists()
     if how == signal.SIGINT:
-        assert b"KeyboardInterrupt" in err
+        assert "KeyboardInterrupt" in err
     assert not (tmp_path / "stopped" / "assignment.json").exists()
-    subprocess.run([*command, str(tmp_path / "stopped")], check=True, capture_output=True)
+    assert Forked("-c", SCRIPT, tmp_path / "stopped").wait() == 0
     for name in ("assignment.json", "weights.safetensors"):
         whole, stopped = (tmp_path / run / name for run in ("whole", "stopped"))
         assert whole.read_bytes() == stopped.read_bytes(), name
