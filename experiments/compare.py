@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     config = build_root(CompareRun, cfg)
     if not config.collect:
         measured = config.evaluation if config.eval.perplexity else None
-        training = config.training_for(config.weights)
+        training = config.training_for(config.weights, config.plan.names)
         config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
@@ -79,8 +79,9 @@ def main(cfg: DictConfig) -> None:
             collect_runs(Path(config.collect), run)
         else:
             bench = Bench.of(
-                run, config, config.weights, measured=config.eval, safety=config.safety
-            )
+                run, config, config.weights, config.plan.names,
+                measured=config.eval, safety=config.safety,
+            )  # fmt: skip
             if asked is not None:
                 return print_ablation(bench, config.search, asked, str(config.ablate))
             config.plan.measure(bench, config.baselines)

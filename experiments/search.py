@@ -14,6 +14,7 @@ from dmx.assignment.budget import Budget
 from dmx.formats import check_choice
 from dmx.models import meta_model
 from dmx.searching import SearchSettings, search_space
+from dmx.searching.config import DESCENDING
 from dmx.weights.config import WEIGHTS
 
 from .reporting.verdicts import verdicts
@@ -62,16 +63,16 @@ def main(cfg: DictConfig) -> float | None:
     # What follows from shapes alone is refused before weights load.
     meta = meta_model(config.model)
     search_space(meta, config.search).check_budget(config.budget, warn=False)
-    training = config.training_for([config.weights])
+    training = config.training_for([config.weights], [config.search.name])
     check_windows(meta, config.calibration, config.evaluation, training)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()
-        bench = Bench.of(run, config, config.plan.stages)
+        bench = Bench.of(run, config, config.plan.stages, [config.search.name])
         pace = Pace(bench, config.plan) if config.pace else None
         config.plan.measure(bench)
         run.pace = None if pace is None else pace.ended()
-        if config.search.name == "differentiable":
+        if config.search.name in DESCENDING:
             done = Assignment.load(run.path("assignment.json")).search
             run.actual["search"] = {"steps": done.steps, "descent": {"cuda_graph": done.cuda_graph}}
         claims = verdicts(run.measured)

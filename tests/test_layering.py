@@ -25,10 +25,10 @@ RANKS = {
     "dmx.assignment": 6,
     "dmx.transforms": 7,
     "dmx.applying": 8,
-    "dmx.searching": 9,
+    "dmx.weights": 9,
     "dmx.evaluate": 9,
     "dmx.exporting": 9,
-    "dmx.weights": 10,
+    "dmx.searching": 10,
     "dmx.__main__": 11,
 }
 ALONE = {"dmx.models", "dmx.data", "dmx.hub"}

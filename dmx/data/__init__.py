@@ -1,9 +1,9 @@
 """Text and tokens: from a hub, from files, or from what every Python carries."""
 
 from dmx.data.config import DataConfig, DataPair
-from dmx.data.overlap import Overlap, check_overlap, shared_sequences
+from dmx.data.overlap import Overlap, shared_sequences
 from dmx.data.sources import data_folder
-from dmx.data.texts import Text, load_text
+from dmx.data.texts import Text, check_overlap, load_text
 from dmx.data.tokens import check_tokens, check_window, encode, token_batches
 
 __all__ = [

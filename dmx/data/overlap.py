@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from dmx.data.texts import Text
 
 WORDS = 13
 """Of a sequence; as language models' training data are cleaned of benchmarks (arXiv 2005.14165, C)."""
@@ -106,17 +101,3 @@ def without_shared(training: str, evaluation: str, separator: str, words: int = 
         if tuple(word for word, _ in sequence) in wanted:
             shared.update(part for _, part in sequence)
     return separator.join(part for i, part in enumerate(parts) if i not in shared)
-
-
-def check_overlap(evaluation: Text, training: Text) -> Overlap:
-    """What an evaluation text shares with a text for learning, with a warning where that is anything."""
-    found = shared_sequences(evaluation.text, training.text)
-    if found.sequences:
-        warnings.warn(
-            f"the evaluation text ({evaluation.name}) shares {found.sequences:,} of its {found.total:,} "
-            f"sequences of {found.words} words ({100 * found.share:.3g} %) with the text that weights learn "
-            f"from ({training.name}): what is measured on it is too good. Learn from another text "
-            "(data.training), or measure on another one.",
-            stacklevel=1,
-        )
-    return found

@@ -9,9 +9,11 @@ sentence on its source for the record.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass
 
 from dmx.data.config import DataConfig
+from dmx.data.overlap import Overlap, shared_sequences
 from dmx.data.sources import LOADERS
 from dmx.errors import DataError
 
@@ -44,3 +46,17 @@ def load_text(config: DataConfig) -> Text:
     name = config.name if config.split is None else f"{config.name}/{config.split}"
     digest = hashlib.sha256(text.encode()).hexdigest()
     return Text(text=text, name=name, sha256=digest, source=source)
+
+
+def check_overlap(evaluation: Text, training: Text) -> Overlap:
+    """What an evaluation text shares with a text for learning, with a warning where that is anything."""
+    found = shared_sequences(evaluation.text, training.text)
+    if found.sequences:
+        warnings.warn(
+            f"the evaluation text ({evaluation.name}) shares {found.sequences:,} of its {found.total:,} "
+            f"sequences of {found.words} words ({100 * found.share:.3g} %) with the text that weights learn "
+            f"from ({training.name}): what is measured on it is too good. Learn from another text "
+            "(data.training), or measure on another one.",
+            stacklevel=1,
+        )
+    return found

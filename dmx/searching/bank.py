@@ -99,6 +99,7 @@ class _SoftLinear(torch.autograd.Function):
     Args:
         offset: of the weight; its `parameters` are the row of `continuous_parameters`.
         input_offset: None: that of the weight, whose gradient is then of both.
+        place: where the gradient by the weight is added, straight through; None: nowhere.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
@@ -115,9 +116,11 @@ class _SoftLinear(torch.autograd.Function):
         input_offset: Tensor | None,
         input_parameters: Tensor,
         matrix: Tensor | None,
+        place: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
         ctx.is_joint = input_offset is None
+        ctx.place = place
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
@@ -129,7 +132,7 @@ class _SoftLinear(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None]:
+    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None, None]:
         x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
         is_rotated = matrix is not None
         rotated_x, rotated_weight = x, weight
@@ -138,8 +141,11 @@ class _SoftLinear(torch.autograd.Function):
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
         quantized_x = ops.continuous_fake_quant(rotated_x, input_parameters)
+        product = flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1])
+        if ctx.place is not None:
+            ctx.place.add_(product)
         grad_weight, by_weight = ops.continuous_fake_quant_backward(
-            flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1]),
+            product,
             rotated_weight,
             parameters,
             needs_grad_x=is_rotated,
@@ -156,8 +162,8 @@ class _SoftLinear(torch.autograd.Function):
             grad_matrix = by_rotation(x, grad_x) + by_rotation(weight, grad_weight)
             grad_x = rotate(grad_x, matrix.mT)
         if ctx.is_joint:
-            return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix
-        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix
+            return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix, None
+        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None
 
 
 class BankLinear(nn.Linear):
@@ -167,6 +173,9 @@ class BankLinear(nn.Linear):
     input_transform: BlockRotation | None
     rotation: int | None
     """Of bank.rotations; then `weight` is the one that is not rotated."""
+    learning: tuple[Tensor, Tensor] | None
+    """A weight that descends in this search, which counts in all modes but full, and where its gradient is
+    added; None: `weight` in all modes."""
 
     def matrix(self) -> Tensor | None:
         """The learned rotation, where one counts in this mode."""
@@ -176,9 +185,12 @@ class BankLinear(nn.Linear):
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Input and weight of the product that is quantized: rotated, where there is a rotation."""
+        weight = self.weight
+        if self.learning is not None and self.bank.mode != "full":
+            weight = self.learning[0]
         if (matrix := self.matrix()) is not None:
-            return rotate(x, matrix), rotate(self.weight, matrix)
-        return (x if self.input_transform is None else self.input_transform(x)), self.weight
+            return rotate(x, matrix), rotate(weight, matrix)
+        return (x if self.input_transform is None else self.input_transform(x)), weight
 
 
 class SearchLinear(BankLinear):
@@ -193,15 +205,17 @@ class SearchLinear(BankLinear):
             if self.input_transform is not None:
                 x = self.input_transform(x)
             is_joint = self.input_unit == self.weight_unit
+            weight, place = (self.weight, None) if self.learning is None else self.learning
             result: Tensor = _SoftLinear.apply(
                 x,
-                self.weight,
+                weight,
                 self.bias,
                 bank.offsets[self.weight_unit],
                 bank.parameters["weight"][self.weight_unit],
                 None if is_joint else bank.offsets[self.input_unit],
                 bank.parameters["input"][self.input_unit],
                 self.matrix(),
+                place,
             )
             return result
         x, weight = self.operands(x)
@@ -264,7 +278,7 @@ def searching_model(
             layer.block_format = space.fixed[name]
         else:
             return None
-        layer.bank = bank
+        layer.bank, layer.learning = bank, None
         layer.rotation = None if learned is None else learned.input_of[name]
         return layer
 

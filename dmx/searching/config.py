@@ -26,7 +26,18 @@ from dmx.formats import (
 )
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
-SEARCHES = ("uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable")
+SEARCHES = (
+    "uniform",
+    "random",
+    "kl",
+    "kl_per_bit",
+    "fisher",
+    "weight_mse",
+    "differentiable",
+    "joint",
+)
+DESCENDING = ("differentiable", "joint")
+"""Searches that take steps by gradient."""
 SCANS = ("kl", "kl_per_bit", "fisher")
 """Searches that measure units on `score_batches`."""
 OBJECTIVES = ("cross_entropy", "kl")
@@ -107,6 +118,23 @@ class DescentConfig:
 
 
 @dataclass(kw_only=True)
+class JointConfig:
+    """name=joint: how the weights descend beside the offsets (dmx.searching.joint)."""
+
+    lr: float = 2e-4
+    """Highest rate of AdamW."""
+    warmup: int = 20
+    """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""
+    max_norm: float = 1.0
+    """Of the gradient over all weights; a longer one is shortened to it."""
+
+    def __post_init__(self) -> None:
+        _check_number("search.joint.lr", self.lr, 0, 1)
+        _check_count("search.joint.warmup", self.warmup, 0)
+        _check_number("search.joint.max_norm", self.max_norm, 1e-9, math.inf)
+
+
+@dataclass(kw_only=True)
 class RotationConfig:
     """transform=learned: where the rotations of the layers' inputs come from."""
 
@@ -148,7 +176,7 @@ class SearchSettings:
     """Settings that several searches share, each taking what it uses: `for_search`."""
 
     name: str = "differentiable"
-    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable"""
+    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable | joint"""
     family: str | list[str] = "mxfp6_mxfp4"
     """The candidate formats of every unit: two to four block formats of rising bits, cheapest first, or
     mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4, names of such lists."""
@@ -186,6 +214,7 @@ class SearchSettings:
     objective: str = "cross_entropy"
     """Of differentiable: cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
     descent: DescentConfig = field(default_factory=DescentConfig)
+    joint: JointConfig = field(default_factory=JointConfig)
     """Of differentiable: everything else about its steps."""
     polish: PolishConfig = field(default_factory=PolishConfig)
     """Of any search but uniform."""
@@ -313,6 +342,11 @@ class SearchSettings:
         return get_family(self.family)
 
     @property
+    def descends(self) -> bool:
+        """Whether it takes steps by gradient."""
+        return self.name in DESCENDING
+
+    @property
     def learns_rotation(self) -> bool:
         """Whether the rotations are learned in this search, and not taken from a file."""
         return _learns_rotation(self.name, self.transform, self.rotation)
@@ -330,7 +364,7 @@ class SearchSettings:
                 )
 
 
-_ONLY_SOME = ("score_batches", "steps", "objective", "descent", "polish")
+_ONLY_SOME = ("score_batches", "steps", "objective", "descent", "joint", "polish")
 """Settings that not every search uses."""
 USED_BY: dict[str, tuple[str, ...]] = {
     "uniform": (),
@@ -338,6 +372,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "weight_mse": ("polish",),
     **{name: ("score_batches", "polish") for name in SCANS},
     "differentiable": ("steps", "objective", "descent", "polish"),
+    "joint": ("steps", "objective", "descent", "joint", "polish"),
 }
 """Search -> which of these it uses."""
 

@@ -37,6 +37,7 @@ from dmx.searching import schedule
 from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig, SearchConfigError
 from dmx.searching.descent import along_budget, element_scale, shift_to_average
+from dmx.searching.joint import JointWeights
 from dmx.searching.objective import budget_penalty, task_loss
 from dmx.searching.offsets import added_bits, anneal, harden, preference
 from dmx.searching.transforming import transformed_layers
@@ -101,6 +102,10 @@ class DifferentiableSearch:
                 device=self.device,
                 dtype=next(model.parameters()).dtype,
             )
+        self.joint: JointWeights | None = None
+        if config.name == "joint":
+            layers = space.unit_of("weight")
+            self.joint = JointWeights(model, layers, config.joint, config.steps, config.seed)
         self.uses_graph = self._decide_on_graph()
 
     # --- measuring -----------------------------------------------------------------------------
@@ -176,6 +181,8 @@ class DifferentiableSearch:
         reference = self._reference(bank, tokens)
         offsets = anneal(self.raw, temperature, self.family)
         bank.set_soft(offsets)
+        if self.joint is not None:
+            self.joint.gradient.zero_()
         loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
         average = self.soft_average(offsets)
         penalty = budget_penalty(self.config.descent, average, self.budget.limit)
@@ -255,10 +262,17 @@ class DifferentiableSearch:
         if self.rotations is not None:
             rate = schedule.rotation_rate(config, self.step)
             bad_rotations = self.rotations.step(by_rotation[0], rate)
+        by_weights = torch.zeros((), device=self.device)
+        if self.joint is not None:
+            by_weights = self.joint.update(self.step, self.processes)
         # Everything that the host needs comes over at once: one wait for the device a step.
-        fetched = torch.cat([self.raw.detach(), bad.float(), parts, norm[None], bad_rotations])
-        ends = np.cumsum([len(self.raw), len(self.raw), len(parts) + 1])
-        raw, is_bad, numbers, is_bad_rotation = np.split(fetched.cpu().numpy(), ends)
+        fetched = torch.cat(
+            [self.raw.detach(), bad.float(), parts, norm[None], by_weights[None], bad_rotations]
+        )
+        ends = np.cumsum([len(self.raw), len(self.raw), len(parts) + 1, 1])
+        raw, is_bad, numbers, weights_norm, is_bad_rotation = np.split(fetched.cpu().numpy(), ends)
+        if self.joint is not None:
+            self.joint.check_finite(float(weights_norm[0]), self.step)
         self.raw_rows.append(raw.copy())
         self._complain("offset", [u.name for u in self.space.units], is_bad)
         if self.rotations is not None:
@@ -321,6 +335,8 @@ class DifferentiableSearch:
             tensors["momentum"] = momentum
         if self.rotations is not None:
             tensors |= self.rotations.state()
+        if self.joint is not None:
+            tensors |= self.joint.state()
         facts = {
             "step": self.step,
             "history": self.history,
@@ -362,6 +378,8 @@ class DifferentiableSearch:
             self.optimizer.state[self.raw]["momentum_buffer"] = tensors["momentum"].to(self.device)
         if self.rotations is not None:
             self.rotations.load(tensors)
+        if self.joint is not None:
+            self.joint.load(tensors, self.step)
 
     # --- all of it -----------------------------------------------------------------------------
 
@@ -383,6 +401,8 @@ class DifferentiableSearch:
             maskless_attention(self.model) if self.uses_graph else nullcontext(),
             progress("search", config.steps, done=self.step, quiet=quiet) as advance,
         ):
+            if self.joint is not None:
+                self.joint.attach(self.model)
             order = batch_order(len(self.batches), config.seed, self.step)
             first = self.processes.own_rows(self.batches[0]).to(self.device)
             stepper = self._stepper(bank, first) if self.step < config.steps else None

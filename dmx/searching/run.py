@@ -188,7 +188,7 @@ class _Job:
                 return self.polish(outcome)
         transform = asked_transform(self.config, self.space)
         with transformed(model, transform, layers):
-            descends = self.config.name == "differentiable"
+            descends = self.config.descends
             return self.polish(self.descend(transform) if descends else self.rank(transform))
 
     def descend(self, transform: Transform) -> _Outcome:

@@ -52,7 +52,7 @@ from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
-from dmx.weights.learned_optimizer import AdamW
+from dmx.weights.learned_optimizer import AdamW, warm_cosine
 
 STATE_FILE = "learning_state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -128,10 +128,7 @@ class LearnConfig:
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, 0 to steps - 1."""
-        if step < self.warmup:
-            return self.lr * (step + 1) / self.warmup
-        share = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * share))
+        return warm_cosine(step, self.steps, self.lr, self.warmup)
 
     def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Batches to learn from, and those to measure on.
@@ -328,7 +325,7 @@ class _Learning:
     # --- all of it -----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All steps that are left; `masters.quantized` is up to date after."""
+        """All steps that are left; `masters.seen` is up to date after."""
         config = self.config
         self.resume()
         measured = measured_batches(self.batches, self.held)

@@ -1,7 +1,7 @@
 """What a model runs on while its weights learn: flat masters, and layers that see them quantized.
 
     masters     all learning weights in one float32 (or bfloat16) tensor
-    quantized   the same as their formats hold them, in the model's dtype; what products see
+    seen        the same as their formats hold them, in the model's dtype; what products see
     gradient    by the quantized weights, which straight-through is the one by the masters, also where a weight
                 lies beyond the largest value of its block
 
@@ -45,12 +45,48 @@ class Segment:
         return flat[self.start : self.start + prod(self.shape)].view(self.shape)
 
 
-class Masters:
-    """Masters, quantized weights and gradients of layers.
+class FlatWeights:
+    """Weights of layers side by side in one tensor, in the same order what products see of them, and the
+    gradient by that.
 
     Args:
-        weights: layer -> (out, in) weight that it starts from, all of one dtype and device.
+        weights: layer -> (out, in) weight that it starts from, all of one dtype and device; in this order.
         dtype: of the masters.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self.places: dict[str, tuple[int, tuple[int, int]]] = {}
+        end = 0
+        for name, weight in weights.items():
+            out, into = weight.shape
+            self.places[name] = (end, (out, into))
+            end += out * into + -(out * into) % ALIGNMENT
+        first = next(iter(weights.values()))
+        self.values = torch.zeros(end, dtype=dtype, device=first.device)
+        for name, weight in weights.items():
+            self._view(self.values, name).copy_(weight)
+        self.seen = torch.zeros(end, dtype=first.dtype, device=first.device)
+        self.gradient = torch.zeros_like(self.seen)
+
+    def _view(self, flat: Tensor, name: str) -> Tensor:
+        start, shape = self.places[name]
+        return flat[start : start + prod(shape)].view(shape)
+
+    def master(self, name: str) -> Tensor:
+        """(out, in) view of the master of a layer."""
+        return self._view(self.values, name)
+
+    def views(self, name: str) -> tuple[Tensor, Tensor]:
+        """What the products of a layer see, a leaf that asks for a gradient, and where that is added."""
+        weight = self._view(self.seen, name).detach().requires_grad_()
+        return weight, self._view(self.gradient, name)
+
+
+class Masters(FlatWeights):
+    """Weights that products see quantized by the formats of an assignment.
+
+    Args:
+        weights, dtype: as of `FlatWeights`.
     """
 
     def __init__(
@@ -61,20 +97,11 @@ class Masters:
             name: (formats[name], assignment.rule("weight", formats[name])) for name in weights
         }
         in_order = sorted(weights, key=lambda name: (kinds[name][0].name, kinds[name][1]))
-        self.places: dict[str, tuple[int, tuple[int, int]]] = {}
+        super().__init__({name: weights[name] for name in in_order}, dtype)
         self.segments: list[Segment] = []
-        end = 0
         for name in in_order:
-            out, into = weights[name].shape
-            self.places[name] = (end, (out, into))
-            self._add_segment(Segment(*kinds[name], end, (out, into)))
-            end += out * into + -(out * into) % ALIGNMENT
-        first = next(iter(weights.values()))
-        self.values = torch.zeros(end, dtype=dtype, device=first.device)
-        for name, weight in weights.items():
-            self._view(self.values, name).copy_(weight)
-        self.quantized = torch.zeros(end, dtype=first.dtype, device=first.device)
-        self.gradient = torch.zeros_like(self.quantized)
+            start, shape = self.places[name]
+            self._add_segment(Segment(*kinds[name], start, shape))
 
     def _add_segment(self, new: Segment) -> None:
         """Joins it to the one before where blocks stay blocks."""
@@ -97,26 +124,13 @@ class Masters:
                 return
         self.segments.append(new)
 
-    def _view(self, flat: Tensor, name: str) -> Tensor:
-        start, shape = self.places[name]
-        return flat[start : start + prod(shape)].view(shape)
-
-    def master(self, name: str) -> Tensor:
-        """(out, in) view of the master of a layer."""
-        return self._view(self.values, name)
-
-    def views(self, name: str) -> tuple[Tensor, Tensor]:
-        """Quantized weight of a layer, a leaf that asks for a gradient, and where that is added."""
-        weight = self._view(self.quantized, name).detach().requires_grad_()
-        return weight, self._view(self.gradient, name)
-
     @torch.no_grad()
     def quantize(self) -> None:
         """Quantized weights of the masters as they now are."""
         for segment in self.segments:
             ops.fake_quant_to(
                 segment.of(self.values),
-                segment.of(self.quantized),
+                segment.of(self.seen),
                 segment.block_format,
                 scale_rule=segment.scale_rule,
             )

@@ -31,6 +31,14 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
+def warm_cosine(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Rate of a step, 0 to steps - 1: rises to its peak in `warmup` steps, falls to 0 by half a cosine."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return peak * 0.5 * (1 + math.cos(math.pi * share))
+
+
 class AdamW:
     """Moments and steps; `masters` is changed in place.
 

@@ -186,6 +186,10 @@ def _transform_text(name: str) -> str:
     return "learned rotation" if name == "learned" else name.replace("_", " ")
 
 
+_DMX = {"differentiable": "dMX", "joint": "dMX joint"}
+"""Searches by gradient -> what a label calls them."""
+
+
 def _weights_text(name: str) -> str:
     return "learned weights" if name == "learned" else name
 
@@ -267,8 +271,8 @@ class Method(Stored):
             return self.origin
         if self.search is None:
             return "bf16"
-        if self.search == "differentiable":
-            return "dMX"
+        if self.search in _DMX:
+            return _DMX[self.search]
         return f"{self.search} {self.format}" if self.format else self.search
 
     def titles(self) -> dict[str, str]:
@@ -305,7 +309,7 @@ class Method(Stored):
     @property
     def is_dmx(self) -> bool:
         """The gradient search, polished or not."""
-        return self.search == "differentiable"
+        return self.search in _DMX
 
     @property
     def is_heuristic(self) -> bool:

@@ -112,8 +112,11 @@ class Bench:
         run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
 
     @classmethod
-    def of(cls, run: Run, config: SearchingRun, weights: Sequence[str], **options: Any) -> "Bench":
-        """For a command that searches; options as `measured` and `safety` of the class."""
+    def of(
+        cls, run: Run, config: SearchingRun, weights: Sequence[str], searches: Sequence[str],
+        **options: Any,
+    ) -> "Bench":  # fmt: skip
+        """For a command that runs these searches; options as `measured` and `safety` of the class."""
         return cls(
             run,
             config.model,
@@ -123,7 +126,7 @@ class Bench:
             weights=weights,
             gptq=config.gptq,
             learn=config.learn,
-            training=config.training_for(weights),
+            training=config.training_for(weights, searches),
             **options,
         )
 
@@ -136,6 +139,10 @@ class Bench:
         """Batches that weights learn from, likewise."""
         assert self.training is not None
         return _drawn(self._training_tokens, self.training, seed)
+
+    def learned_batches(self, seed: int) -> list[Tensor]:
+        """Those that are not held back to measure on."""
+        return self.learn.split(self.training_batches(seed))[0]
 
     @contextlib.contextmanager
     def weights_of(self, folder: Path | None) -> Iterator[None]:
@@ -179,16 +186,18 @@ class Bench:
             cuda = self.run.device.type == "cuda"
             if cuda:
                 torch.cuda.reset_peak_memory_stats(self.run.device)
-            leaves_files = config.name == "differentiable" or config.polish.rounds > 0
+            leaves_files = config.descends or config.polish.rounds > 0
+            joint = config.name == "joint"
+            batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
             result = search(
-                self.model, self.batches(config.seed), budget, config,
+                self.model, batches, budget, config,
                 folder=self.run.path(folder) if leaves_files else None,
                 score_folder=self.run.path("scores"),
             )  # fmt: skip
             facts: dict[str, Any] = {"seconds": result.seconds}
             if result.polish:
                 facts["kl"] = result.polish[-1]["kl"]
-            if config.name == "differentiable":
+            if config.descends:
                 facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
             if cuda:
                 facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from dmx.models.dtype import SLOW_BF16, bf16_slowness
 from dmx.models.running import evaluating
 from dmx.searching import search_space
+from dmx.searching.config import DESCENDING
 from dmx.weights.learned import measured_batches
 
 from ..reporting.texts import seconds_text, work_text
@@ -163,7 +164,7 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
             scanned = max(scanned, wanted)
         elif name == "fisher":
             work = scored * ((3 + candidates) * sizes.blocks + 2 * sizes.output) / whole
-        elif name == "differentiable":
+        elif name in DESCENDING:
             step = (3 * sizes.blocks + 2 * sizes.output) / whole
             work = OVERHEAD["search"] * step * settings.steps
         stages += [Stage(name, work)] if work else []

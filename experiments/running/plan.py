@@ -65,6 +65,11 @@ class Comparison:
     unit: BitUnit
     seeds: int
 
+    @property
+    def names(self) -> list[str]:
+        """Of the searches, polished or not."""
+        return [asked.search for asked in self.searches]
+
     def check(self, calibration_batches: int | None, *, needs_all: bool) -> None:
         """Refuse what cannot be polished, learned rotations that nobody learns, and a polish that no
         search is asked for; raises the errors of these settings.

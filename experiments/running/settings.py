@@ -189,9 +189,13 @@ class SearchingRun:
     gptq: GptqConfig
     learn: LearnConfig
     training: TrainingConfig
-    """Batches of `data.training`, for learn."""
+    """Batches of `data.training`, for weights that learn, after a search or in it (search.name=joint)."""
     run: RunConfig
 
-    def training_for(self, weights: Collection[str]) -> CalibrationConfig | None:
-        """How the training text becomes batches, where one of these stages of the weights learns."""
-        return self.training.beside(self.calibration) if "learned" in weights else None
+    def training_for(
+        self, weights: Collection[str], searches: Collection[str]
+    ) -> CalibrationConfig | None:
+        """How the training text becomes batches, where one of these stages of the weights or of these
+        searches learns from it."""
+        learns = "learned" in weights or "joint" in searches
+        return self.training.beside(self.calibration) if learns else None

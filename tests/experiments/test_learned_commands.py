@@ -115,7 +115,9 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     process = Forked("-m", "experiments.search", *command, f"run.folder={folder}")
     deadline = time.time() + 120
     while not list(folder.glob("*/learning_state.safetensors")) and time.time() < deadline:
-        assert process.poll() is None, "it ended before it could be stopped"
+        assert process.poll() is None, (
+            f"it ended before it could be stopped: {process.outputs()[1]}"
+        )
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
     process.wait()

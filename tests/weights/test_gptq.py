@@ -628,7 +628,9 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")
     deadline = time.time() + 120
     while not list(folder.glob("*/gptq_state/*.safetensors")) and time.time() < deadline:
-        assert process.poll() is None, "it ended before it could be stopped"
+        assert process.poll() is None, (
+            f"it ended before it could be stopped: {process.outputs()[1]}"
+        )
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()

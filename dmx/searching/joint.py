@@ -1,0 +1,98 @@
+"""Weights that descend together with the offsets, so that formats are chosen for weights that will learn.
+
+A choice for weights as they are need not be the best one for weights that learn under it afterwards. Here masters
+of all searched layers take a step of AdamW along with each step of the offsets, under the continuous quantizer;
+gradients pass it straight through. They only serve the choice: at the end they are thrown away, and the weights
+stage that follows (`dmx.learn_weights`) starts from the original ones. The full-precision model that the objective
+compares with keeps these, too.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dmx.errors import ModelError, RunError
+from dmx.models.linears import linear_layers
+from dmx.models.processes import Processes
+from dmx.searching.bank import SearchLinear
+from dmx.searching.config import JointConfig
+from dmx.weights.learned_layers import FlatWeights
+from dmx.weights.learned_optimizer import AdamW, warm_cosine
+
+
+class JointWeights(FlatWeights):
+    """Masters of the searched layers, their optimizer, and what the layers see: the masters in the model's dtype.
+
+    Args:
+        layers: names of the layers whose weights descend.
+        steps: of the search.
+        seed: of the search.
+
+    Raises:
+        ModelError: layers that share one weight.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[str], config: JointConfig, steps: int, seed: int
+    ) -> None:
+        linears = linear_layers(model)
+        weights = {name: linears[name].weight.detach() for name in layers}
+        owners: dict[int, str] = {}
+        for name in weights:
+            owner = owners.setdefault(id(linears[name].weight), name)
+            if owner != name:
+                raise ModelError(
+                    f"search.name=joint: {owner} and {name} share one weight, which would descend twice. "
+                    "Leave them out (search.exclude), or use search.name=differentiable."
+                )
+        super().__init__(weights, torch.float32)
+        self.config, self.steps = config, steps
+        self.optimizer = AdamW(self.values, torch.float32, seed)
+        self.show()
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let the layers see the masters as they now are."""
+        self.seen.copy_(self.values)
+
+    def attach(self, model: nn.Module) -> None:
+        """To the layers of a model under search."""
+        for name in self.places:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, SearchLinear)
+            layer.learning = self.views(name)
+
+    @torch.no_grad()
+    def update(self, step: int, processes: Processes) -> Tensor:
+        """One step along the gradient; its norm, 0-d float32. No synchronization with the host."""
+        gradient = self.gradient
+        if processes.size > 1:
+            gradient.copy_(processes.mean(gradient))
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        rate = warm_cosine(step, self.steps, self.config.lr, self.config.warmup)
+        self.optimizer.step(gradient, rate, factor[None])
+        self.show()
+        return norm
+
+    def check_finite(self, norm: float, step: int) -> None:
+        """Raise RunError where the gradient's norm is not finite."""
+        if norm != norm or norm in (float("inf"), float("-inf")):
+            raise RunError(
+                f"search.name=joint: the gradient of the weights in step {step} is not finite "
+                f"(search.joint.lr={self.config.lr:g}). Lower search.joint.lr or raise search.joint.warmup; "
+                "where it is step 0, look for Inf or NaN in the model, and use bfloat16 or float32 instead "
+                "of float16. Nothing was written of this."
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors that `load` takes back."""
+        return {"masters": self.values} | self.optimizer.state()
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor], step: int) -> None:
+        """Go on after `step` steps."""
+        self.values.copy_(tensors["masters"])
+        self.optimizer.load(tensors, step)
+        self.show()
