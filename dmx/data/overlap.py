@@ -95,7 +95,7 @@ def without_shared(training: str, evaluation: str, separator: str, words: int = 
     wanted = {tuple(listed[i : i + words]) for i in range(len(listed) - words + 1)}
     parts = training.split(separator)
     known = [(word, i) for i, part in enumerate(parts) for word in _WORD.findall(part.lower())]
-    shared = set()
+    shared: set[int] = set()
     for start in range(len(known) - words + 1):
         sequence = known[start : start + words]
         if tuple(word for word, _ in sequence) in wanted:

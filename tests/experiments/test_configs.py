@@ -104,21 +104,28 @@ def test_the_demo_is_what_it_promises():
     assert run.data.calibration.split != run.data.evaluation.split
     assert (run.budget.limit, run.budget.unit) == (5.0, "element_bits")
     assert run.search.family == "mxfp6_mxfp4" and run.search.steps >= 80
-    assert run.baselines == ["bf16", "mxfp4", "mxfp6_e2m3", "kl"] and run.pace
-    # SmolLM2-135M: the work is at most 450 plain steps of one window
+    assert run.baselines == ["bf16", "mxfp4", "kl"] and run.pace
+    assert (run.weights, run.baseline_weights) == ("learned", "nearest")
+    # SmolLM2-135M: the work is at most 450 plain steps of one window, 600 with the weights
     sizes = Sizes(
         blocks=106_168_320,
         output=28_311_552,
         units=120,
         batches=run.calibration.batches,
         evaluation=run.evaluation.max_windows,
+        training=1.0,
+        learned_batches=run.training.batches,
+        held_batches=4,
     )
     assert (run.calibration.window, run.calibration.batch_size, run.evaluation.window) == (
         256,
         1,
         256,
     )
-    assert sum(stage.steps for stage in expected_stages(run.plan, sizes)) <= 440
+    stages = {s.name: s.steps for s in expected_stages(run.plan, sizes, run.learn.steps)}
+    learned = {"weights of differentiable", "evaluation of differentiable, learned"}
+    assert sum(steps for name, steps in stages.items() if name not in learned) <= 440
+    assert sum(stages.values()) <= 590
     assert run.evaluation.max_windows * (run.evaluation.window - 1) >= 16_384
 
 
