@@ -439,16 +439,15 @@ struct Line {
   Neighbour low, high;
 };
 
-// values[i]: |Q(x)|; inside[i]: 1 where it is not clamped, else 0.
+// values[i]: |Q(x)|; inside[i]: 1 where it is not clamped, else 0; may be null.
 inline void quantize_magnitudes(const uint32_t* bits, uint32_t amax, const Format& f, float* values,
                                 float* inside) {
   const int exponent = block_exponent(bits, amax, f);
   const float scale = power_of_two(exponent), inverse = power_of_two(-exponent);
   for (int i = 0; i < kBlock; ++i) {
     const float rounded = unclamped_round(float_of(bits[i] & kMagnitude) * inverse, f);
-    const bool is_inside = rounded <= f.max_normal;
-    values[i] = (is_inside ? rounded : f.max_normal) * scale;
-    inside[i] = is_inside ? 1.0f : 0.0f;
+    values[i] = (rounded < f.max_normal ? rounded : f.max_normal) * scale;
+    if (inside) inside[i] = rounded <= f.max_normal ? 1.0f : 0.0f;
   }
 }
 
@@ -468,15 +467,14 @@ void line(const void* x, void* out, int64_t rows, int64_t n, const Line& path, i
       for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
       return;
     }
-    float low[kBlock], high[kBlock], inside[kBlock];
-    if (share != 1.0f) quantize_magnitudes(bits, amax, below, low, inside);
-    if (share != 0.0f) quantize_magnitudes(bits, amax, above, high, inside);
-    for (int i = 0; i < kBlock; ++i) {
-      const float value = share == 0.0f   ? low[i]
-                          : share == 1.0f ? high[i]
-                                          : rest * low[i] + share * high[i];
-      bits[i] = bits_of(value) | (bits[i] & kSign);
+    float low[kBlock], high[kBlock];
+    // A product with 0 would make NaN of Inf, which rules other than floor reach.
+    quantize_magnitudes(bits, amax, share < 1.0f ? below : above, low, nullptr);
+    if (share > 0.0f && share < 1.0f) {
+      quantize_magnitudes(bits, amax, above, high, nullptr);
+      for (int i = 0; i < kBlock; ++i) low[i] = rest * low[i] + share * high[i];
     }
+    for (int i = 0; i < kBlock; ++i) bits[i] = bits_of(low[i]) | (bits[i] & kSign);
     if (count == kBlock) {
       T::store(bits, to + offset);
     } else {

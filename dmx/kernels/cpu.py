@@ -27,8 +27,12 @@ from dmx.numerics.mx import MXTensor
 from dmx.numerics.packing import pack_codes
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-# Contraction into fused multiply-adds would change bits.
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared")
+# Contraction into fused multiply-adds would change bits. Nobody looks at floating-point exceptions, and
+# with an eye on them choices between two values would not be vectorized.
+FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-trapping-math"),
+    *("-fPIC", "-shared"),
+)
 BLOCKS_PER_SUM = 256
 """Blocks behind one row of partial sums of the offset's gradient; kChunk in cpu.cpp."""
 MIN_ELEMENTS_PER_THREAD = 16384

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dmx.errors import DmxError
+from dmx.formats import get_family
 
 from .groups import Group, group_rows
 from .provenance import flatten
@@ -110,8 +111,11 @@ def text_name(record: Record) -> str:
 
 
 def search_settings(record: Record) -> dict[str, Any]:
-    """What was asked of the search, as dotted keys."""
-    return flatten(record.requested["search"])
+    """What was asked of the search, as dotted keys; a list of formats by its name."""
+    settings = flatten(record.requested["search"])
+    if isinstance(formats := settings.get("family"), list):
+        settings["family"] = get_family(formats).name
+    return settings
 
 
 def base_settings(records: Iterable[Record], presets: Presets) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dmx import numerics
-from dmx.formats import FAMILIES, MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES
+from dmx.formats import FAMILIES, MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, WEIGHT_RULES
 from dmx.kernels import ops
 
 LAUNCHES, REPLAYS = 24, 9
@@ -43,7 +43,11 @@ class Case(NamedTuple):
 
 def cases(x: Tensor) -> list[Case]:
     """Our kernels on tensors like x, the copy first."""
-    parameters = numerics.path_parameters(torch.tensor(0.7), "mxfp6_mxfp4").to(x.device)
+    offset = torch.tensor(0.7, device=x.device)
+    element, line, line_mse = (
+        numerics.continuous_parameters(offset, "mxfp6_mxfp4", rules, path)
+        for rules, path in ((None, "element"), (["even"] * 2, "line"), (["mse"] * 2, "line"))
+    )
     size = x.element_size()
 
     def share(bytes_per_element: float) -> float:
@@ -58,16 +62,19 @@ def cases(x: Tensor) -> list[Case]:
     def codes(x: Tensor, _: Tensor, out: Tensor) -> Any:
         return ops.quantize(x, "mxfp4")
 
-    def continuous(x: Tensor, _: Tensor, out: Tensor) -> Tensor:
-        return ops.continuous_fake_quant(x, parameters, out=out)
+    def continuous(x: Tensor, _: Tensor, out: Tensor, row: Tensor) -> Tensor:
+        return ops.continuous_fake_quant(x, row, out=out)
 
-    def backward(x: Tensor, grad: Tensor, out: Tensor, needs_grad_x: bool = True) -> Any:
-        return ops.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x=needs_grad_x)
+    def backward(
+        x: Tensor, grad: Tensor, out: Tensor, row: Tensor, needs_grad_x: bool = True
+    ) -> Any:
+        return ops.continuous_fake_quant_backward(grad, x, row, needs_grad_x=needs_grad_x)
 
     return [
         Case("copy", lambda x, _, out: out.copy_(x), 1.0),
         *(Case(f"fake_quant {f}", partial(fake, f=f.name), 1.0) for f in MX_FORMATS),
         Case("fake_quant mxfp4 even", partial(fake, f="mxfp4", rule="even"), 1.0),
+        Case("mse mxfp4", partial(fake, f="mxfp4", rule="mse"), 1.0),
         *(
             Case(
                 f"quantize_packed {f}",
@@ -77,9 +84,13 @@ def cases(x: Tensor) -> list[Case]:
             for f in (MXFP4, MXFP6_E2M3, MXFP8_E4M3)
         ),
         Case("quantize mxfp4", codes, share(size + 1 + 1 / 32)),
-        Case("continuous", continuous, 1.0),
-        Case("backward", backward, 1.5),
-        Case("backward, offset only", partial(backward, needs_grad_x=False), 1.0),
+        Case("continuous", partial(continuous, row=element), 1.0),
+        Case("backward", partial(backward, row=element), 1.5),
+        Case("backward, offset only", partial(backward, row=element, needs_grad_x=False), 1.0),
+        Case("line", partial(continuous, row=line), 1.0),
+        Case("line backward", partial(backward, row=line), 1.5),
+        Case("line backward, offset only", partial(backward, row=line, needs_grad_x=False), 1.0),
+        Case("line mse", partial(continuous, row=line_mse), 1.0),
     ]
 
 
@@ -180,16 +191,18 @@ def print_table(header: tuple[str, ...], body: Iterator[tuple[str, ...]]) -> Non
 
 def check(device: str, dtypes: list[torch.dtype]) -> int:
     """Number of comparisons with the reference that fail."""
-    from tests.cases import OFFSETS, hard_inputs
+    from tests.cases import LINES, OFFSETS, hard_inputs
     from tests.kernels.compare import check_continuous, check_mx
 
     done = failed = 0
-    grid = list(itertools.product(MX_FORMATS, SCALE_RULES))
+    grid = list(itertools.product(MX_FORMATS, WEIGHT_RULES))
     for dtype in dtypes:
         for name, x in hard_inputs(dtype).items():
             jobs: list[Any] = [(check_mx, (x, f, rule, device)) for f, rule in grid]
             path = itertools.product(FAMILIES.values(), OFFSETS)
             jobs += [(check_continuous, (x, f, b, device)) for f, b in path]
+            lines = itertools.product(LINES, OFFSETS)
+            jobs += [(check_continuous, (x, f, b, device, rules)) for (f, rules), b in lines]
             if x.ndim > 1:
                 jobs.append((check_mx, (x, MX_FORMATS[3], "floor", device, 0)))
             for function, arguments in jobs:
@@ -206,7 +219,7 @@ def check(device: str, dtypes: list[torch.dtype]) -> int:
 
 def tune() -> None:
     """Times of each kernel over tile sizes, as a share of the copy limit."""
-    from dmx.kernels import triton_continuous, triton_mx
+    from dmx.kernels import triton_continuous, triton_line, triton_mx
 
     tables = {
         "fake_quant mxfp4": triton_mx.FAKE_QUANT_TILE,
@@ -215,8 +228,11 @@ def tune() -> None:
         "continuous": triton_continuous.FORWARD_TILE,
         "backward": triton_continuous.BACKWARD_TILE,
         "backward, offset only": triton_continuous.BACKWARD_TILE,
+        "line": triton_line.FORWARD_TILE,
+        "line backward": triton_line.BACKWARD_TILE,
+        "line backward, offset only": triton_line.BACKWARD_TILE,
     }
-    tiles = [(16, 1), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
+    tiles = [(16, 1), (16, 2), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
     print("| dtype | kernel | " + " | ".join(f"{b}x{w}" for b, w in tiles) + " |")
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(8192, 8192, device="cuda").to(dtype)

@@ -1,5 +1,6 @@
 """search.family as a list: checked, the same as its name, and taken by every search under any scale rules."""
 
+import csv
 import itertools
 import json
 
@@ -25,6 +26,9 @@ from dmx.searching.bank import searching_model
 from dmx.searching.config import SEARCHES, SearchConfig
 from dmx.searching.descent import shift_to_average
 from dmx.searching.offsets import added_bits, anneal, harden, preference, raw_thresholds
+from experiments import compare, search
+from experiments.reporting.pooling import search_settings
+from experiments.reporting.record import Method
 from tests.cases import FOUR
 from tests.settings import search_config
 
@@ -293,3 +297,65 @@ def test_weights_and_inputs_have_paths_of_their_own(tiny):
 def test_a_path_that_there_is_not_is_refused(options, words):
     with pytest.raises(FormatError, match=words):
         search_config(**options)
+
+
+# ---------------------------------------------------------------- commands
+
+TINY = [
+    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
+    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
+    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer", "search.steps=3",
+]  # fmt: skip
+
+
+def test_commands_take_lists_and_rows_say_them(run, record_of, tmp_path):
+    asked = [*TINY, "searches=[fisher,differentiable]", "budgets=[4.7]", "baselines=[]"]
+    folder = tmp_path / "run"
+    code, _out, err = run(
+        compare, *asked, "search.family=[mxfp4,mxfp6_e3m2]", f"run.folder={folder}"
+    )
+    assert code == 0, err
+    record = record_of(folder)
+    searched = {row.method.base: row.method for row in record.rows if row.method.is_searched}
+    assert {m.family for m in searched.values()} == {"mxfp4 mxfp6_e3m2"}
+    assert searched["dMX"].label == "dMX, straight line" and searched["fisher"].label == "fisher"
+    assert search_settings(record)["family"] == "mxfp4 mxfp6_e3m2"
+    with (folder / "results.csv").open() as f:
+        table = list(csv.DictReader(f))
+    assert {row["family"] for row in table} == {"mxfp4 mxfp6_e3m2"}
+    assert {row["path"] for row in table} == {"element", "line"}
+    assert "dMX, straight line" in (folder / "report.html").read_text()
+
+
+def test_a_command_takes_a_list_with_a_name_as_that_name(run, record_of, tmp_path):
+    families = ("mxfp6_mxfp4", "[mxfp4,mxfp6]")
+    texts = []
+    for index, family in enumerate(families):
+        folder = tmp_path / str(index)
+        code, _out, err = run(
+            search, *TINY, "budget.limit=4.7", f"search.family={family}", f"run.folder={folder}"
+        )
+        assert code == 0, err
+        facts = json.loads((folder / "assignment.json").read_text())
+        assert (facts["search"]["family"], facts["search"]["path"]) == ("mxfp6_mxfp4", "element")
+        facts["search"].pop("seconds")
+        row = next(row for row in record_of(folder).rows if row.method.is_dmx)
+        texts.append((facts, row.method, row.nll))
+    assert texts[0] == texts[1]
+    code, _out, err = run(
+        search, *TINY, "search.family=[mxfp6,mxfp4]", f"run.folder={tmp_path}/refused"
+    )
+    assert code == 2 and "Name formats of rising bits, cheapest first" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("element", "dMX"),
+        ("line", "dMX, straight line"),
+        ("line, element", "dMX, straight line of weights"),
+        ("element, line", "dMX, straight line of inputs"),
+    ],
+)
+def test_labels_say_which_operand_took_the_line(path, text):
+    assert Method(search="differentiable", path=path).label == text
