@@ -6,6 +6,7 @@ import torch
 import dmx
 from dmx.applying.linear import quantized_layers
 from dmx.assignment.assignment import Assignment
+from dmx.assignment.facts import SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig
 from dmx.errors import FormatError
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
@@ -112,3 +113,10 @@ def test_commands_take_rules_and_rows_say_them(run, record_of, tmp_path):
     assert paths["dMX"] == "line" and paths["fisher"] == "element"
     code, _out, err = run(search, *tiny, "search.scale_rule=even", f"run.folder={tmp_path}/old")
     assert code == 2 and "search.scale_rules.weight=even search.scale_rules.input=even" in err
+
+
+def test_files_of_a_descent_that_knew_floor_alone_are_still_read():
+    facts = SearchFacts.from_dict({"name": "differentiable", "searched_under": "floor"})
+    assert facts.to_dict() == {"name": "differentiable", "searched_under": "floor"}
+    with pytest.raises(ValueError, match=r"search\.path is 'lines', expected 'element' or 'line'"):
+        SearchFacts.from_dict({"path": "lines"})
