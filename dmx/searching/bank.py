@@ -261,6 +261,7 @@ def searching_model(
     """The model with its layers under a bank: eval mode, weights frozen; all of it undone after.
 
     Args:
+        scale_rules: of the formats, under which the exact and the continuous quantizer work.
         learned: rotations of the inputs of all these layers, which are then not transformed.
         path: of the continuous quantizer.
     """

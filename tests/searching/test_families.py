@@ -23,7 +23,7 @@ from dmx.errors import DmxError, FormatError
 from dmx.formats import BIT_UNITS, FAMILIES, family_name, get_family
 from dmx.searching import search_space
 from dmx.searching.bank import searching_model
-from dmx.searching.config import SEARCHES, SearchConfig
+from dmx.searching.config import DESCENDING, SEARCHES, SearchConfig
 from dmx.searching.descent import shift_to_average
 from dmx.searching.offsets import added_bits, anneal, harden, preference, raw_thresholds
 from experiments import compare, search
@@ -240,7 +240,7 @@ def test_every_search_takes_a_list_and_any_rules(name, family, tiny, tmp_path):
     done = result.assignment
     assert done.bits["element_bits"] <= limit and set(done.formats.values()) <= set(family)
     assert done.search.family == tuple(family) and not result.warnings
-    assert done.search.path == ("line" if name == "differentiable" else None)
+    assert done.search.path == ("line" if name in DESCENDING else None)
     assert done.search.searched_under is None
     if name != "uniform":
         assert is_maximal(space, Budget(limit), space.choice_of(done.formats))
