@@ -372,7 +372,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "weight_mse": ("polish",),
     **{name: ("score_batches", "polish") for name in SCANS},
     "differentiable": ("steps", "objective", "descent", "polish"),
-    "joint": ("steps", "objective", "descent", "joint", "polish"),
+    "joint": ("steps", "objective", "descent", "joint"),
 }
 """Search -> which of these it uses."""
 

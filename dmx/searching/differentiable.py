@@ -335,7 +335,7 @@ class DifferentiableSearch:
             tensors["momentum"] = momentum
         if self.rotations is not None:
             tensors |= self.rotations.state()
-        if self.joint is not None:
+        if self.joint is not None and self.step < self.config.steps:  # of no use after the choice
             tensors |= self.joint.state()
         facts = {
             "step": self.step,
@@ -378,7 +378,7 @@ class DifferentiableSearch:
             self.optimizer.state[self.raw]["momentum_buffer"] = tensors["momentum"].to(self.device)
         if self.rotations is not None:
             self.rotations.load(tensors)
-        if self.joint is not None:
+        if self.joint is not None and self.step < self.config.steps:
             self.joint.load(tensors, self.step)
 
     # --- all of it -----------------------------------------------------------------------------

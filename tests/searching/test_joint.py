@@ -93,7 +93,12 @@ def test_a_stopped_search_goes_on_to_the_same_numbers(make_tiny, tmp_path, monke
     with pytest.raises(KeyboardInterrupt):
         dmx.search(model, BATCHES, dmx.Budget(5.0), settings, folder=tmp_path / "stopped")
     monkeypatch.undo()
+    state = tmp_path / "stopped" / differentiable.STATE_FILE
+    before = state.stat().st_size
     again = dmx.search(model, BATCHES, dmx.Budget(5.0), settings, folder=tmp_path / "stopped")
+    assert state.stat().st_size < before / 10  # masters and moments are gone
+    ended = dmx.search(model, BATCHES, dmx.Budget(5.0), settings, folder=tmp_path / "stopped")
+    assert np.array_equal(ended.raw_offsets, whole.raw_offsets)
     assert np.array_equal(again.raw_offsets, whole.raw_offsets)
     assert again.history == whole.history and again.assignment.formats == whole.assignment.formats
 

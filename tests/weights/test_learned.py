@@ -320,7 +320,7 @@ def test_the_rate_warms_up_and_falls_to_zero():
 @pytest.mark.parametrize("transform", ["none", "hadamard_block"])
 @pytest.mark.parametrize("options", [{}, {"keep_reference": "off"}, {"micro_batch": 1}], ids=str)
 def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, monkeypatch):
-    model = make_tiny("smollm2", dtype="bfloat16").model.cuda()
+    model = make_tiny("smollm2", train_steps=100, dtype="bfloat16").model.cuda()
     graphs, init = [], learned._Learning.__post_init__
 
     def watched(self):
