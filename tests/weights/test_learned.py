@@ -382,21 +382,28 @@ done.save(sys.argv[1] + "/assignment.json")
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_process_resumes_to_the_same_file(how, tmp_path):
-    assert Forked("-c", SCRIPT, tmp_path / "whole").wait() == 0
-    process = Forked("-c", SCRIPT, tmp_path / "stopped")
-    state = tmp_path / "stopped" / STATE_FILE
+def _stop_at_a_new_state(folder, how):
+    """Start the script, send it a signal once it has written a state of its own -> its errors."""
+    state = folder / STATE_FILE
+    before = state.read_bytes() if state.exists() else b""
+    process = Forked("-c", SCRIPT, folder)
     deadline = time.time() + 120
-    while not state.exists() and process.poll() is None and time.time() < deadline:
+    while process.poll() is None and time.time() < deadline:
+        if state.exists() and state.read_bytes() != before:
+            break
         time.sleep(0.02)
     process.send_signal(how)
     _, err = process.communicate(timeout=60)
-    assert process.poll() != 0 and state.exists()
-    if how == signal.SIGINT:
-        assert "KeyboardInterrupt" in err
-    assert not (tmp_path / "stopped" / "assignment.json").exists()
+    assert process.poll() != 0 and state.read_bytes() != before
+    assert not (folder / "assignment.json").exists()
+    return err
+
+
+@pytest.mark.slow
+def test_a_process_stopped_twice_resumes_to_the_same_file(tmp_path):
+    assert Forked("-c", SCRIPT, tmp_path / "whole").wait() == 0
+    _stop_at_a_new_state(tmp_path / "stopped", signal.SIGKILL)
+    assert "KeyboardInterrupt" in _stop_at_a_new_state(tmp_path / "stopped", signal.SIGINT)
     assert Forked("-c", SCRIPT, tmp_path / "stopped").wait() == 0
     for name in ("assignment.json", "weights.safetensors"):
         whole, stopped = (tmp_path / run / name for run in ("whole", "stopped"))
