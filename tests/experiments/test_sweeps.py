@@ -31,7 +31,7 @@ def _command(folder: Path) -> list[str]:
         "calibration.batch_size=2",
         "evaluation.window=64",
         "evaluation.max_windows=4",
-        "search.steps=20",
+        "search.steps=5",
         "baselines=[]",
         f"hydra.sweep.dir={folder}/sweep",
     ]

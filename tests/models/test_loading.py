@@ -419,10 +419,11 @@ class TestPackagedModel:
         ids = torch.cat(
             token_batches(encode(packaged_model.tokenizer, text), 512, 1, seed=None)[:4]
         )
+        model = copy.deepcopy(packaged_model.model).float()  # few CPUs multiply bfloat16 fast
         with torch.no_grad():
-            found = packaged_model.model(ids).logits[:, :-1].float().flatten(0, 1)
+            found = model(ids).logits[:, :-1].flatten(0, 1)
         perplexity = nn.functional.cross_entropy(found, ids[:, 1:].flatten()).exp()
-        assert perplexity == pytest.approx(18.95, rel=0.01)  # as measured; float32 gives 18.90
+        assert perplexity == pytest.approx(18.90, rel=0.005)  # as measured; bfloat16 gives 18.95
 
     def test_its_digits_stand_alone_with_and_without_the_rule(self, packaged_model, dmx_data):
         config = from_file(GGUF_CONFIG)
