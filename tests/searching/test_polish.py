@@ -231,8 +231,7 @@ def polish_and_die(model, tokens, config, folder, after):
         handle.remove()
 
 
-@pytest.mark.parametrize("has_fresh", [False, True])
-@pytest.mark.parametrize("name", ["random", "differentiable"])
+@pytest.mark.parametrize(("name", "has_fresh"), [("random", False), ("differentiable", True)])
 def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tiny, tmp_path):
     """In the search, before the first round, while measuring, while verifying, at the end."""
     model, tokens = tiny
