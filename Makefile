@@ -23,7 +23,7 @@ test: $(VENV)/.test-installed
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 
 # torch first: it is the largest, and everything else is resolved around the one that is there
 $(VENV)/.demo-installed: $(VENV)/pyvenv.cfg $(SETUP)
