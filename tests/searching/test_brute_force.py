@@ -105,8 +105,8 @@ def test_no_assignment_has_a_loss_that_is_one_percent_lower(operands, family, sh
             lr=0.3,
             momentum=0.9,
             lr_schedule="cosine",
-            steps=1000,
-            evaluate_every=1000,
+            steps=400,
+            evaluate_every=400,
         ),
     ]
     space, budget = search_space(model, configs[0]), Budget(limit)
