@@ -31,6 +31,8 @@ SPARE_LOOKS = (
     ("#ff8c69", "^"),
 )  # fmt: skip
 """Colour and mark."""
+LONGEST_NAME = 50
+"""Characters of a name beside its line; longer ones would leave the axes no room and go below them."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,15 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
             axes.axvline(limit, color=QUIET, linewidth=0.8, linestyle=(0, (4, 3)), zorder=1)
         axes.set_xlabel(f"{unit} (dashed: budget)")
         axes.set_ylabel("perplexity")
+        widest = max((len(str(h.get_label())) for h in handles), default=0)
         if zoom:
             _frame(axes, [p.x for p in marks], values)
+        if zoom and widest <= LONGEST_NAME:
             _place_labels(figure, axes, labels)
+        elif zoom:
+            legend(axes, handles, columns=1)
         else:
             axes.margins(x=0.06, y=0.14)
-            widest = max((len(str(h.get_label())) for h in handles), default=0)
             legend(axes, handles, columns=4 if widest < 12 else 3 if widest < 20 else 2)
     return figure
 
