@@ -21,7 +21,7 @@ itself.
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +50,11 @@ from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
+from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
+from dmx.weights.learned_blocks import BlockLearning, BlockStates
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
-from dmx.weights.learned_optimizer import AdamW, warm_cosine
+from dmx.weights.learned_optimizer import STATES, AdamW, warm_cosine
 
 STATE_FILE = "learning_state.safetensors"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,7 +71,10 @@ class LearnConfig:
     """How weights learn; used where `weights` says learned."""
 
     steps: int = 600
-    """> 0; one batch a step."""
+    """End to end, one batch a step; 0 only with `block_steps`."""
+    block_steps: int = 0
+    """Steps in which each decoder block learns by itself before that, on at most so many batches; see
+    `learned_blocks`. Only one block has masters and moments at a time."""
     lr: float = 2e-4
     """Highest rate of AdamW."""
     warmup: int = 20
@@ -88,7 +93,7 @@ class LearnConfig:
     masters: str = "float32"
     """float32 | bfloat16 (rounded stochastically): what learns."""
     optimizer_state: str = "float32"
-    """float32 | bfloat16 (rounded stochastically): AdamW's two moments."""
+    """float32 | bfloat16 | int8 (by blocks, `dmx.weights.moments`), rounded stochastically: AdamW's two moments."""
     keep_reference: str = "auto"
     """auto | on | off: keep what the full-precision model gave for a batch, so that a batch that comes again
     costs no pass of it. auto: where memory allows."""
@@ -101,7 +106,7 @@ class LearnConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.masters, tuple(DTYPES), "learn.masters")
-        check_choice(self.optimizer_state, tuple(DTYPES), "learn.optimizer_state")
+        check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
         for name in ("keep_reference", "cuda_graph"):
             check_choice(getattr(self, name), ("auto", "on", "off"), f"learn.{name}")
         for name in ("inputs", "gradient_checkpointing"):
@@ -113,7 +118,8 @@ class LearnConfig:
             if not (is_number and math.isfinite(value) and value > 0):
                 raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
         for name, low in (
-            ("steps", 1),
+            ("block_steps", 0),
+            ("steps", 0 if self.block_steps else 1),
             ("warmup", 0),
             ("seed", 0),
             ("held_batches", 0),
@@ -125,6 +131,22 @@ class LearnConfig:
                 continue
             if type(value) is not int or value < low:
                 raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
+        self._check_end_to_end()
+
+    def _check_end_to_end(self) -> None:
+        """Refuse settings of a stage that has no steps."""
+        asked = {
+            "micro_batch": self.micro_batch is not None,
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "keep_reference": self.keep_reference == "on",
+            "cuda_graph": self.cuda_graph == "on",
+        }
+        for name, is_asked in asked.items():
+            if self.steps == 0 and is_asked:
+                raise RunError(
+                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps=0 "
+                    f"takes none. Leave learn.{name} out, or set learn.steps > 0."
+                )
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, 0 to steps - 1."""
@@ -201,7 +223,7 @@ class _Learning:
         config = self.config
         self.device = self.masters.values.device
         self.processes = Processes(self.device)
-        self.optimizer = AdamW(self.masters.values, DTYPES[config.optimizer_state], config.seed)
+        self.optimizer = AdamW(self.masters.values, STATES[config.optimizer_state], config.seed)
         self.history = torch.zeros(config.steps, 2, device=self.device)
         self.uses_graph = self._decide_on_graph()
         first = self._own(self.batches[0])
@@ -420,9 +442,11 @@ def learn_weights(
         "optimizer_state": config.optimizer_state,
         "batches": len(learned),
         "held_batches": len(held),
-        "tokens": config.steps * learned[0].numel(),
+        "tokens": (config.steps + config.block_steps) * learned[0].numel(),
         "batches_sha256": batches_sha256(listed),
     }
+    if config.block_steps:
+        facts["block_steps"] = config.block_steps
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
@@ -441,19 +465,40 @@ def learn_weights(
         torch.autocast(device.type, enabled=False),
         ExitStack() as stage,
     ):
-        masters, samples, rotations = _prepare(model, assignment, config, stage)
-        bank = stage.enter_context(
-            learning_model(model, masters, assignment, rotations, inputs=config.inputs)
-        )
-        stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
+        weights, rotations = _prepare(model, assignment, stage)
+        samples = {name: sample_of(weight) for name, weight in weights.items()}
         is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
         if device.type == "cuda" and is_causal:
             stage.enter_context(maskless_attention(model))
-        run = _Learning(model, bank, masters, learned, held, config, file, is_causal)
-        run.run()
-        stored = _store(masters, samples, assignment)
-    facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
-    facts["cuda_graph"] = "on" if run.uses_graph else "off"
+        blocks = None
+        if config.block_steps:
+            states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
+            measured = measured_batches(learned, held)
+            blocks = BlockLearning(
+                model, weights, assignment, rotations, config, DTYPES[config.masters], states,
+                learned, measured,
+            )  # fmt: skip
+            blocks.run()
+            facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
+        if config.steps:
+            masters = Masters(weights, assignment, DTYPES[config.masters])
+            for name, master in (blocks.kept if blocks is not None else {}).items():
+                masters.master(name).copy_(master)
+            weights = {}  # what a transform made goes with the last name for it
+            bank = stage.enter_context(
+                learning_model(model, masters, assignment, rotations, inputs=config.inputs)
+            )
+            stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
+            run = _Learning(model, bank, masters, learned, held, config, file, is_causal)
+            run.kl_before = facts.get("kl_before")
+            run.run()
+            facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
+            weights = {name: masters.master(name) for name in masters.places}
+            facts["cuda_graph"] = "on" if run.uses_graph else "off"
+        elif blocks is not None:
+            weights |= blocks.kept
+            facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
+        stored = _store(weights, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
 
@@ -481,9 +526,9 @@ def _check(model: nn.Module, assignment: Assignment) -> None:
 
 
 def _prepare(
-    model: nn.Module, assignment: Assignment, config: LearnConfig, stage: ExitStack
-) -> tuple[Masters, dict[str, Tensor], dict[str, BlockRotation | None]]:
-    """Masters at the transformed weights, samples of these, and the rotation of every layer's input.
+    model: nn.Module, assignment: Assignment, stage: ExitStack
+) -> tuple[dict[str, Tensor], dict[str, BlockRotation | None]]:
+    """The transformed weights of the layers that learn, and the rotation of every layer's input.
 
     A rotation of blocks is taken out again, so that the full-precision model is the original one; one that is
     folded into all of the model stays in `stage`.
@@ -493,8 +538,6 @@ def _prepare(
     try:
         layers = starting_weights(linear_layers(model), assignment)
         weights = {name: layer.weight.detach() for name, layer in layers.items()}
-        masters = Masters(weights, assignment, DTYPES[config.masters])
-        samples = {name: sample_of(weight) for name, weight in weights.items()}
         rotations = {
             name: getattr(layer, "input_transform", None) for name, layer in layers.items()
         }
@@ -505,17 +548,21 @@ def _prepare(
         undo()
     else:
         stage.callback(undo)
-    return masters, samples, rotations
+    return weights, rotations
 
 
 def _store(
-    masters: Masters, samples: dict[str, Tensor], assignment: Assignment
+    weights: Mapping[str, Tensor],
+    samples: dict[str, Tensor],
+    assignment: Assignment,
+    device: torch.device,
 ) -> dict[str, StoredWeight]:
     """layer -> its learned weight as the format holds it, in the assignment's order."""
     stored = {}
     for name, block_format in assignment.block_formats("weight").items():
         rule = assignment.rule("weight", block_format)
-        rounded = ops.fake_quant(masters.master(name).float(), block_format, scale_rule=rule)
+        wide = weights[name].to(device, torch.float32)
+        rounded = ops.fake_quant(wide, block_format, scale_rule=rule)
         stored[name] = StoredWeight.of(rounded, rounded, block_format, rule)
         stored[name].sample = samples[name]
     return stored

@@ -64,22 +64,23 @@ class FlatWeights:
         first = next(iter(weights.values()))
         self.values = torch.zeros(end, dtype=dtype, device=first.device)
         for name, weight in weights.items():
-            self._view(self.values, name).copy_(weight)
+            self.view_of(self.values, name).copy_(weight)
         self.seen = torch.zeros(end, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.seen)
 
-    def _view(self, flat: Tensor, name: str) -> Tensor:
+    def view_of(self, flat: Tensor, name: str) -> Tensor:
+        """(out, in) view of the part of a layer in a tensor that lies as the masters do."""
         start, shape = self.places[name]
         return flat[start : start + prod(shape)].view(shape)
 
     def master(self, name: str) -> Tensor:
         """(out, in) view of the master of a layer."""
-        return self._view(self.values, name)
+        return self.view_of(self.values, name)
 
     def views(self, name: str) -> tuple[Tensor, Tensor]:
         """What the products of a layer see, a leaf that asks for a gradient, and where that is added."""
-        weight = self._view(self.seen, name).detach().requires_grad_()
-        return weight, self._view(self.gradient, name)
+        weight = self.view_of(self.seen, name).detach().requires_grad_()
+        return weight, self.view_of(self.gradient, name)
 
 
 class Masters(FlatWeights):

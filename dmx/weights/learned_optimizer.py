@@ -1,9 +1,9 @@
-"""AdamW on one flat tensor of masters, with masters and moments in float32 or bfloat16.
+"""AdamW on one flat tensor of masters, with masters in float32 or bfloat16, moments in these or 8 bits.
 
     m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
     w = w - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)           no decay
 
-Everything is computed in float32. What is kept in bfloat16 is rounded stochastically: a step is smaller than
+Everything is computed in float32. What is kept in fewer bits is rounded stochastically: a step is smaller than
 half a unit in the last place of most weights, and rounding it to nearest would lose it.
 
 A gradient in float32 exists for CHUNK elements at a time.
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from dmx.weights.moments import Moments8
+
 CHUNK = 1 << 26
-"""Elements that are updated together."""
+"""Elements that are updated together; whole blocks of 8-bit moments."""
+STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+"""What moments are kept in; int8: `dmx.weights.moments`."""
 BETAS, EPSILON = (0.9, 0.99), 1e-8
 
 
@@ -44,14 +48,19 @@ class AdamW:
 
     Args:
         masters: (n,) float32 or bfloat16.
-        state_dtype: of both moments, float32 or bfloat16.
+        state_dtype: of both moments, one of STATES.
         seed: of the stochastic rounding.
     """
 
     def __init__(self, masters: Tensor, state_dtype: torch.dtype, seed: int) -> None:
         self.masters, self.seed, self.count = masters, seed, 0
-        self.first = torch.zeros_like(masters, dtype=state_dtype)
-        self.second = torch.zeros_like(self.first)
+        self.first: Tensor | Moments8
+        self.second: Tensor | Moments8
+        if state_dtype == torch.int8:
+            self.first, self.second = (Moments8(masters, signed=s) for s in (True, False))
+        else:
+            self.first = torch.zeros_like(masters, dtype=state_dtype)
+            self.second = torch.zeros_like(self.first)
         self._wide = torch.empty(
             min(CHUNK, len(masters)), dtype=torch.float32, device=masters.device
         )
@@ -75,6 +84,9 @@ class AdamW:
         self.count += 1
 
     def _step_part(self, part: slice, gradient: Tensor, lr: float) -> None:
+        if isinstance(self.first, Moments8) or isinstance(self.second, Moments8):
+            self._step_8bit(part, gradient, lr)
+            return
         kept = (self.masters[part], self.first[part], self.second[part])
         if self._is_fused:
             # The kernel counts the step itself.
@@ -96,23 +108,50 @@ class AdamW:
                 maximize=False,
             )
             return
-        corrections = [1 - beta ** (self.count + 1) for beta in BETAS]
         master, first, second = (t.to(torch.float32, copy=True) for t in kept)
+        self._advance(master, first, second, gradient, lr)
+        for target, value in zip(kept, (master, first, second), strict=True):
+            self._keep(target, value)
+
+    def _step_8bit(self, part: slice, gradient: Tensor, lr: float) -> None:
+        assert isinstance(self.first, Moments8) and isinstance(self.second, Moments8)
+        target = self.masters[part]
+        end = part.start + len(target)
+        master = target.to(torch.float32, copy=True)
+        first = self.first.read(part.start, end)
+        second = self.second.read(part.start, end).square_()
+        self._advance(master, first, second, gradient, lr)
+        self._keep(target, master)
+        self.first.write(part.start, first, self._generator)
+        self.second.write(part.start, second.sqrt_(), self._generator)
+
+    def _advance(
+        self, master: Tensor, first: Tensor, second: Tensor, gradient: Tensor, lr: float
+    ) -> None:
+        """All float32, changed in place but for the gradient."""
+        corrections = [1 - beta ** (self.count + 1) for beta in BETAS]
         first.lerp_(gradient, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         denominator = second.sqrt().div_(math.sqrt(corrections[1])).add_(EPSILON)
         master.addcdiv_(first, denominator, value=-lr / corrections[0])
-        for target, value in zip(kept, (master, first, second), strict=True):
-            narrow = target.dtype == torch.bfloat16
-            target.copy_(round_stochastically(value, self._generator) if narrow else value)
+
+    def _keep(self, target: Tensor, value: Tensor) -> None:
+        narrow = target.dtype == torch.bfloat16
+        target.copy_(round_stochastically(value, self._generator) if narrow else value)
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that `load` takes back; the count is the caller's step."""
-        return {"first": self.first, "second": self.second}
+        tensors = {}
+        for name, moment in (("first", self.first), ("second", self.second)):
+            if isinstance(moment, Moments8):
+                tensors |= {name: moment.codes, f"{name}_scales": moment.scales}
+            else:
+                tensors[name] = moment
+        return tensors
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor], count: int) -> None:
         """Go on after `count` steps."""
-        self.first.copy_(state["first"])
-        self.second.copy_(state["second"])
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
         self.count = count

@@ -34,8 +34,8 @@ class Traversal:
         self.parts = _parts(model, self.blocks)
         self._others: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def first_inputs(self) -> list[Tensor]:
-        """Input of the first block for every batch; also learns the blocks' other arguments."""
+    def first_inputs(self, keep: Callable[[Tensor], Tensor] = lambda x: x) -> list[Tensor]:
+        """Input of the first block for every batch, as `keep` gives it; also learns the blocks' other arguments."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         handles = [
             block.register_forward_pre_hook(
@@ -58,17 +58,18 @@ class Traversal:
         )
         if not chained:
             raise ModelError(
-                f"{type(self.model).__name__} cannot be rounded by gptq: its blocks do not each take "
-                "the output of the one before as their first argument. Use weights=nearest."
+                f"{type(self.model).__name__} cannot be walked block by block (weights=gptq, "
+                "learn.block_steps): its blocks do not each take the output of the one before as their "
+                "first argument. Use weights=nearest, or learn.block_steps=0."
             )
         self._others = [(args[1:], kwargs) for args, kwargs in seen]
         first: list[Tensor] = []
 
-        def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            first.append(args[0])
+        def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            first.append(keep(args[0]))
             raise Stop
 
-        handle = self.blocks[0].register_forward_pre_hook(keep)
+        handle = self.blocks[0].register_forward_pre_hook(note)
         try:
             for batch in self.batches:
                 until_stopped(partial(model_logits, self.model, batch))

@@ -189,7 +189,9 @@ class Pace:
         self.tokens = bench.batches(plan.search.seed)[0].to(bench.run.device)
         self.resumed = bench.run.path("rows").exists()
         self.times = plain_step_times(bench.model, self.tokens)
-        self.stages = expected_stages(plan, sizes_of(bench, plan), bench.learn.steps)
+        self.stages = expected_stages(
+            plan, sizes_of(bench, plan), bench.learn.steps + bench.learn.block_steps
+        )
         self.unknown = [
             name for name, asked in (
                 ("the polish", plan.search.polish.rounds > 0),

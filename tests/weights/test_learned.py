@@ -207,7 +207,7 @@ def test_gradients_pass_the_quantizers_straight_through(block_format, tiny_rando
 
     def stop(self, loss):
         seen.update(
-            {n: self.masters._view(self.masters.gradient, n).clone() for n in self.masters.places}
+            {n: self.masters.view_of(self.masters.gradient, n).clone() for n in self.masters.places}
         )
         raise ZeroDivisionError
 
@@ -283,15 +283,15 @@ def test_one_call_quantizes_all_weights_of_a_format(tiny_random):
 
 
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_optimizer_is_adamw(masters, state, generator, monkeypatch):
-    monkeypatch.setattr("dmx.weights.learned_optimizer.CHUNK", 100)
-    start = torch.randn(270, generator=generator)
+    monkeypatch.setattr("dmx.weights.learned_optimizer.CHUNK", 256)
+    start = torch.randn(600, generator=generator)
     ours = AdamW(start.to(masters, copy=True), state, seed=0)
     expected = torch.nn.Parameter(start.to(masters).float())
     theirs = torch.optim.AdamW([expected], betas=(0.9, 0.99), weight_decay=0.0)
     for i in range(20):
-        gradient = torch.randn(270, generator=generator)
+        gradient = torch.randn(600, generator=generator)
         ours.step(gradient.to(masters), 1e-2 / (i + 1), torch.full((1,), 0.5))
         theirs.param_groups[0]["lr"] = 1e-2 / (i + 1)
         expected.grad = 0.5 * gradient.to(masters).float()
@@ -343,11 +343,13 @@ def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, m
 # ---------------------------------------------------------------- stopped runs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_that_died_ends_as_one_that_did_not(dtype, tiny_random, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, state", [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")]
+)
+def test_a_run_that_died_ends_as_one_that_did_not(dtype, state, tiny_random, tmp_path, monkeypatch):
     model, update, steps = tiny_random.model, learned._Learning._update, []
     config = LearnConfig(
-        steps=9, warmup=2, lr=1e-3, checkpoint_every=2, masters=dtype, optimizer_state=dtype
+        steps=9, warmup=2, lr=1e-3, checkpoint_every=2, masters=dtype, optimizer_state=state
     )
     expected = learn_weights(model, uniform(model), BATCHES, config)
 
