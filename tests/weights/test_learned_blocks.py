@@ -24,7 +24,7 @@ def test_kl_on_held_batches_falls_without_a_step_end_to_end(transform, tiny_trai
     text = encode(tokenizer, load_text(DataConfig(name="embedded", split="calibration")))
     batches = token_batches(text, 64, 4, seed=0, n_batches=16)
     assignment = uniform(model, transform=transform)
-    config = LearnConfig(steps=0, block_steps=40, lr=5e-4)
+    config = LearnConfig(steps=0, warmup=2, block_steps=40, lr=5e-4)
     done = learn_weights(model, assignment, batches, config)
     facts = done.weights
     assert facts["kl_after"] == facts["kl_blocks"] < 0.9 * facts["kl_before"]
