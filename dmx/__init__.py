@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from dmx.kernels.ops import quantize
     from dmx.searching import SearchConfig, SearchResult, search
     from dmx.weights.gptq import gptq
-    from dmx.weights.learned import LearnConfig, learn_weights
+    from dmx.weights.learn_config import LearnConfig
+    from dmx.weights.learned import learn_weights
 
 __version__ = "0.1.0"
 
@@ -56,7 +57,8 @@ _HOMES = {
     "kernels.ops": ("quantize",),
     "searching": ("SearchConfig", "SearchResult", "search"),
     "weights.gptq": ("gptq",),
-    "weights.learned": ("LearnConfig", "learn_weights"),
+    "weights.learn_config": ("LearnConfig",),
+    "weights.learned": ("learn_weights",),
 }
 """Module -> its public names, as above; a test holds the two together."""
 _HOME_OF = {name: f"dmx.{module}" for module, names in _HOMES.items() for name in names}

@@ -34,9 +34,8 @@ from dmx.applying.apply import is_applied
 from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order, batches_sha256, list_batches
-from dmx.errors import AssignmentError, DataError, ModelError, RunError
+from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.files import write_text
-from dmx.formats import check_choice
 from dmx.kernels import ops
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
@@ -50,123 +49,20 @@ from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
+from dmx.weights.learn_config import DTYPES, LearnConfig
 from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
 from dmx.weights.learned_blocks import BlockLearning, BlockStates
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
-from dmx.weights.learned_optimizer import STATES, AdamW, warm_cosine
+from dmx.weights.learned_optimizer import STATES, AdamW
 
 STATE_FILE = "learning_state.safetensors"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOOK_EVERY = 10
 """Steps between looks at the losses on a GPU, each of which waits for the device."""
 MEMORY_SHARE = 0.25
 """Of the free memory of a GPU that what is kept of the full-precision model may take."""
 HOST_MEMORY = 1 << 30
 """Bytes that it may take on a CPU."""
-
-
-@dataclass(kw_only=True)
-class LearnConfig:
-    """How weights learn; used where `weights` says learned."""
-
-    steps: int = 600
-    """End to end, one batch a step; 0 only with `block_steps`."""
-    block_steps: int = 0
-    """Steps in which each decoder block learns by itself before that, on at most so many batches; see
-    `learned_blocks`. Only one block has masters and moments at a time."""
-    lr: float = 2e-4
-    """Highest rate of AdamW."""
-    warmup: int = 20
-    """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""
-    max_norm: float = 1.0
-    """Of the gradient over all weights; a longer one is shortened to it."""
-    seed: int = 0
-    """Order of the batches."""
-    inputs: bool = True
-    """Learn with quantized inputs, as W+A runs; false = with full-precision inputs, as W runs."""
-    held_batches: int | None = None
-    """Batches, the last so many, that are not learned from: KL before and after is measured on them. null =
-    one in eight, at most 4. With 0 it is measured on the first batches, and says so."""
-    micro_batch: int | None = None
-    """Rows of a batch that run at a time, to save memory; null = all."""
-    masters: str = "float32"
-    """float32 | bfloat16 (rounded stochastically): what learns."""
-    optimizer_state: str = "float32"
-    """float32 | bfloat16 | int8 (by blocks, `dmx.weights.moments`), rounded stochastically: AdamW's two moments."""
-    keep_reference: str = "auto"
-    """auto | on | off: keep what the full-precision model gave for a batch, so that a batch that comes again
-    costs no pass of it. auto: where memory allows."""
-    gradient_checkpointing: bool = False
-    cuda_graph: str = "auto"
-    """auto | on | off: capture forward and backward in a CUDA graph. auto: on a GPU, for purely causal sdpa
-    models without gradient checkpointing."""
-    checkpoint_every: int = 200
-    """Steps between checkpoints, where a folder is given; a Ctrl-C leaves one, too."""
-
-    def __post_init__(self) -> None:
-        check_choice(self.masters, tuple(DTYPES), "learn.masters")
-        check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
-        for name in ("keep_reference", "cuda_graph"):
-            check_choice(getattr(self, name), ("auto", "on", "off"), f"learn.{name}")
-        for name in ("inputs", "gradient_checkpointing"):
-            if type(getattr(self, name)) is not bool:
-                raise RunError(f"learn.{name}={getattr(self, name)!r} must be true or false")
-        for name in ("lr", "max_norm"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (is_number and math.isfinite(value) and value > 0):
-                raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
-        for name, low in (
-            ("block_steps", 0),
-            ("steps", 0 if self.block_steps else 1),
-            ("warmup", 0),
-            ("seed", 0),
-            ("held_batches", 0),
-            ("micro_batch", 1),
-            ("checkpoint_every", 1),
-        ):
-            value = getattr(self, name)
-            if name in ("held_batches", "micro_batch") and value is None:
-                continue
-            if type(value) is not int or value < low:
-                raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
-        self._check_end_to_end()
-
-    def _check_end_to_end(self) -> None:
-        """Refuse settings of a stage that has no steps."""
-        asked = {
-            "micro_batch": self.micro_batch is not None,
-            "gradient_checkpointing": self.gradient_checkpointing,
-            "keep_reference": self.keep_reference == "on",
-            "cuda_graph": self.cuda_graph == "on",
-        }
-        for name, is_asked in asked.items():
-            if self.steps == 0 and is_asked:
-                raise RunError(
-                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps=0 "
-                    f"takes none. Leave learn.{name} out, or set learn.steps > 0."
-                )
-
-    def rate(self, step: int) -> float:
-        """Learning rate of a step, 0 to steps - 1."""
-        return warm_cosine(step, self.steps, self.lr, self.warmup)
-
-    def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Batches to learn from, and those to measure on.
-
-        Raises:
-            DataError: none would be left to learn from.
-        """
-        held = self.held_batches
-        held = min(4, len(batches) // 8) if held is None else held
-        if held >= len(batches):
-            raise DataError(
-                f"learn.held_batches={held} of {len(batches)} batches leaves none to learn from. "
-                "Give more batches, or hold fewer."
-            )
-        learned = list(batches[: len(batches) - held])
-        return learned, list(batches[len(batches) - held :])
 
 
 def measured_batches(learned: Sequence[Tensor], held: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -33,12 +32,10 @@ from dmx.models.replay import PrefixReplay
 from dmx.progress import progress
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
+from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned_layers import Bank, Masters, learning_model
 from dmx.weights.learned_optimizer import STATES, AdamW, warm_cosine
 from dmx.weights.traversal import Traversal
-
-if TYPE_CHECKING:
-    from dmx.weights.learned import LearnConfig
 
 STATE_FOLDER = "learning_state"
 MEMORY_SHARE = 0.25
@@ -88,7 +85,7 @@ class BlockLearning:
     """layer -> (out, in) weight that it starts from."""
     assignment: Assignment
     rotations: Mapping[str, BlockRotation | None]
-    config: "LearnConfig"
+    config: LearnConfig
     masters_dtype: torch.dtype
     states: BlockStates
     learned: Sequence[Tensor]

@@ -141,7 +141,7 @@ class AdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Tensors that `load` takes back; the count is the caller's step."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, moment in (("first", self.first), ("second", self.second)):
             if isinstance(moment, Moments8):
                 tensors |= {name: moment.codes, f"{name}_scales": moment.scales}

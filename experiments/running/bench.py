@@ -23,7 +23,8 @@ from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
 from dmx.weights.config import GptqConfig
 from dmx.weights.gptq import gptq
-from dmx.weights.learned import LearnConfig, learn_weights
+from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learned import learn_weights
 
 from ..reporting.record import ModelFacts, Row
 from .measuring import measure_losses, measure_tasks

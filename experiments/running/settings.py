@@ -15,7 +15,7 @@ from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import MX_FORMATS, check_choice
 from dmx.models import ModelConfig
 from dmx.weights.config import GptqConfig
-from dmx.weights.learned import LearnConfig
+from dmx.weights.learn_config import LearnConfig
 
 from ..reporting.record import HEURISTICS, QUANTIZED
 

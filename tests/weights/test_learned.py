@@ -23,7 +23,8 @@ from dmx.formats import MXFP4, SCALE_RULES, get_family
 from dmx.numerics import fake_quant
 from dmx.searching import SearchConfig, uniform_assignment
 from dmx.weights import learned
-from dmx.weights.learned import STATE_FILE, LearnConfig, learn_weights
+from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learned import STATE_FILE, learn_weights
 from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW, round_stochastically

@@ -9,7 +9,8 @@ from dmx.errors import ModelError, RunError
 from dmx.formats import MXFP4
 from dmx.numerics import fake_quant
 from dmx.weights import learned_blocks
-from dmx.weights.learned import LearnConfig, learn_weights
+from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learned import learn_weights
 from dmx.weights.learned_blocks import STATE_FOLDER, BlockLearning, block_loss
 from tests.weights.test_learned import BATCHES, mean_kl, mixed, uniform
 
@@ -37,7 +38,8 @@ def test_kl_on_held_batches_falls_without_a_step_end_to_end(transform, tiny_trai
         model, assignment, batches, LearnConfig(steps=20, warmup=2, block_steps=40, lr=5e-4)
     ).weights
     assert both["kl_blocks"] == pytest.approx(facts["kl_blocks"], rel=1e-3)
-    assert both["kl_after"] < both["kl_blocks"] and both["kl_before"] == facts["kl_before"]
+    assert both["kl_before"] == facts["kl_before"]
+    assert both["kl_after"] < 0.9 * both["kl_before"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
