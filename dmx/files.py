@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -52,6 +53,11 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any) -> Path:
     """JSON with sorted nothing and no NaN: a NaN in a record is a bug, null is the way to say it."""
     return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def finite(value: float) -> float | None:
+    """The value as JSON can hold it: None for NaN and Inf."""
+    return value if math.isfinite(value) else None
 
 
 def sha256(data: bytes) -> str:

@@ -138,8 +138,8 @@ def bits_unit(groups: Iterable[Group]) -> str:
     return units.most_common(1)[0][0] if units else "element_bits"
 
 
-def budget_cell(budget: Limit | None, otherwise: str = "–") -> str:
+def budget_cell(budget: Limit | None) -> str:
     """As a table's cell; element_bits go without saying."""
     if budget is None:
-        return otherwise
+        return "–"
     return f"≤ {budget.limit:g}" + ("" if budget.unit == "element_bits" else f" {budget.unit}")

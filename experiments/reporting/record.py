@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
@@ -281,11 +280,6 @@ class Method(Stored):
         return {name: say(getattr(self, name)) for name, say in named.items() if say is not None}
 
     @property
-    def table(self) -> tuple[Any, ...]:
-        """Values that rows of one table have in common."""
-        return tuple(getattr(self, name) for name in self.titles())
-
-    @property
     def kind(self) -> tuple[Any, ...]:
         """Values that must be alike in two results that are compared."""
         compared = (f.name for f in dataclasses.fields(self) if f.metadata["compared"])
@@ -324,18 +318,6 @@ class Method(Stored):
         if len(usual) < len(set(names)):
             raise ValueError(f"{set(names) - set(usual)} are no fields of {type(self).__name__}")
         return dataclasses.replace(self, **usual)
-
-    def bare(self) -> Self:
-        """The search alone, with nothing that a label appends to it."""
-        said = (f.name for f in dataclasses.fields(self) if f.metadata["label"] is not None)
-        return self.without(*said)
-
-
-def varying(methods: Iterable[Method]) -> tuple[str, ...]:
-    """Fields in which methods differ."""
-    every = list(methods)
-    names = [f.name for f in dataclasses.fields(every[0])] if every else []
-    return tuple(name for name in names if len({getattr(m, name) for m in every}) > 1)
 
 
 # --- what was measured ---------------------------------------------------------------------------
@@ -599,8 +581,3 @@ class Record(Stored):
                 "or read the file with the version that wrote it."
             )
         return cls.from_dict(body, str(path))
-
-
-def finite(value: float) -> float | None:
-    """A number as JSON holds it; None for inf and nan."""
-    return value if math.isfinite(value) else None

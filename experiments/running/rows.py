@@ -12,12 +12,13 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
+from dmx.files import finite
 from dmx.formats import family_name
 from mor.log import read_log
 from mor.training import TrainResult
 
 from ..reporting.projections import format_counts
-from ..reporting.record import Limit, Method, Row, TaskResult, TrainingRow, finite
+from ..reporting.record import Limit, Method, Row, TaskResult, TrainingRow
 from ..reporting.training_logs import fallback_digits, loss_curve
 
 _FULL_BITS = 16.0

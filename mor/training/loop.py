@@ -13,13 +13,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from mor._base import finite
 from mor.config import MorConfig, MorError
 from mor.log import MorLogger
 from mor.outliers import check_outlier
 from mor.products import uses_hardware
 from mor.swap import swap_linears
 from mor.training.config import TrainConfig, learning_rate
-from mor.training.rows import RowLog, finite
+from mor.training.rows import RowLog
 from mor.training.run import CHECKPOINT, TrainingRun
 
 

@@ -1,13 +1,13 @@
 """Rows of a run in JSON lines, whose device values are read many rows at a time."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mor._base import finite
 from mor.log import cut_torn_line
 
 
@@ -39,11 +39,6 @@ class RowLog:
             with self.path.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in self.rows)
         self.rows = []
-
-
-def finite(value: float) -> float | None:
-    """The value as JSON can hold it: None for NaN and Inf."""
-    return value if math.isfinite(value) else None
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
