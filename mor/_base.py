@@ -1,6 +1,6 @@
 """The seam: everything that mor takes from dmx, and the only file that imports it."""
 
-from dmx.applying.apply import apply, restore
+from dmx.applying.apply import applied
 from dmx.applying.quantizers import Quantizer
 from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError
@@ -29,7 +29,7 @@ __all__ = [
     "ElementFormat",
     "Quantizer",
     "adopt",
-    "apply",
+    "applied",
     "check_choice",
     "check_input",
     "evaluating",
@@ -40,7 +40,6 @@ __all__ = [
     "put_back",
     "relative_error",
     "replace_layers",
-    "restore",
     "round_to_element",
     "write_atomic",
     "write_json",

@@ -25,11 +25,10 @@ from mor._base import (
     Assignment,
     BlockFormat,
     Quantizer,
-    apply,
+    applied,
     evaluating,
     model_logits,
     relative_error,
-    restore,
     write_json,
 )
 from mor.config import MorError
@@ -148,14 +147,10 @@ class SafetyNet:
         margins = _margins(margin)
         recorder = _Recorder()
         n_batches, device = 0, next(model.parameters()).device
-        with evaluating(model), torch.no_grad():
-            apply(model, assignment, safety=recorder)
-            try:
-                for batch in batches:
-                    model_logits(model, batch.to(device))
-                    n_batches += 1
-            finally:
-                restore(model)
+        with evaluating(model), torch.no_grad(), applied(model, assignment, safety=recorder):
+            for batch in batches:
+                model_logits(model, batch.to(device))
+                n_batches += 1
         if not n_batches:
             raise MorError("batches is empty: the safety net needs calibration data to see errors")
         calibrated: dict[str, dict[str, Calibrated]] = {}

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import dmx
+from dmx.applying.apply import applied
 from dmx.assignment.assignment import Assignment
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.formats import BLOCK_FORMATS, get_block_format
@@ -58,17 +59,10 @@ class Measure:
         self.window, self.batch_size = window, batch_size
 
     def __call__(self, assignment: Assignment | None, net: SafetyNet | None = None) -> float:
-        if assignment is not None:
-            dmx.apply(self.model, assignment, safety=net, cache_weights=net is None)
-        try:
-            return float(
-                dmx.perplexity(
-                    self.model, self.tokens, window=self.window, batch_size=self.batch_size
-                )
+        with applied(self.model, assignment, safety=net, cache_weights=net is None):
+            return dmx.perplexity(
+                self.model, self.tokens, window=self.window, batch_size=self.batch_size
             )
-        finally:
-            if assignment is not None:
-                dmx.restore(self.model)
 
 
 def clean_data(measure: Measure, assignment: Assignment, net: SafetyNet) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """An assignment put into a model, and taken out again."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
@@ -123,3 +125,27 @@ def restore(model: nn.Module) -> nn.Module:
     model.__dict__.pop(_UNDO_TRANSFORM)()
     model.__dict__.pop("save_pretrained", None)
     return model
+
+
+@contextmanager
+def applied(
+    model: nn.Module,
+    assignment: Assignment | None,
+    *,
+    inputs: bool = True,
+    safety: Safety | None = None,
+    cache_weights: bool = False,
+) -> Iterator[None]:
+    """The model under an assignment inside, its original layers again after, also after an exception.
+
+    Args:
+        assignment: None changes nothing. The others, and errors: see `apply`.
+    """
+    if assignment is None:
+        yield
+        return
+    apply(model, assignment, inputs=inputs, safety=safety, cache_weights=cache_weights)
+    try:
+        yield
+    finally:
+        restore(model)

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from dmx.applying.apply import apply, restore
+from dmx.applying.apply import applied
 from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
 from dmx.exporting.layouts import Layout, TensorSpec
@@ -120,11 +120,8 @@ def check_loading(
         tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
     with as_loaded(model) as reference:
         device = str(next(reference.parameters()).device)
-        apply(reference, assignment, inputs=plan.inputs, cache_weights=True)
-        try:
+        with applied(reference, assignment, inputs=plan.inputs, cache_weights=True):
             ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
-        finally:
-            restore(reference)
     attention = getattr(model.config, "_attn_implementation", None)
     theirs, report = _load_elsewhere(folder, layout, tokens, device, attention)
     if report["problems"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dmx.applying.apply import Safety, apply, restore
+from dmx.applying.apply import Safety, applied
 from dmx.assignment.assignment import Assignment
 from dmx.evaluate.perplexity import window_losses
 from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot
@@ -39,15 +39,10 @@ def measure_losses(
     start = time.perf_counter()
     if tokens is None:
         return Losses.none("not asked for", time.perf_counter() - start)
-    if assignment is not None:
-        apply(model, assignment, inputs=inputs, safety=safety, cache_weights=True)
-    try:
+    with applied(model, assignment, inputs=inputs, safety=safety, cache_weights=True):
         losses = window_losses(
             model, tokens, window=config.window, batch_size=config.batch_size, label=label
         )
-    finally:
-        if assignment is not None:
-            restore(model)
     return Losses.of(losses, config.window, time.perf_counter() - start)
 
 
@@ -82,16 +77,10 @@ def measure_tasks(
     if config.cache_folder:
         folder = Path(config.cache_folder)
     harness = _harness(tokenizer, tuple(config.tasks), config.limit, config.batch_size, folder)
-    if assignment is not None:
-        apply(model, assignment, inputs=inputs, safety=safety, cache_weights=True)
     try:
-        results = {
-            name: TaskResult.from_dict(result, name)
-            for name, result in harness.evaluate(model, label=label).items()
-        }
+        with applied(model, assignment, inputs=inputs, safety=safety, cache_weights=True):
+            measured = harness.evaluate(model, label=label)
     except NonFiniteError as error:
         return Tasks(None, time.perf_counter() - start, str(error))
-    finally:
-        if assignment is not None:
-            restore(model)
+    results = {name: TaskResult.from_dict(result, name) for name, result in measured.items()}
     return Tasks(results, time.perf_counter() - start)
