@@ -31,8 +31,8 @@ from experiments.reporting.pages.tasks import tasks_page  # noqa: E402
 from experiments.reporting.plots.canvas import png  # noqa: E402
 from experiments.reporting.plots.pareto import pareto  # noqa: E402
 from experiments.reporting.pooling import Presets  # noqa: E402
-from experiments.reporting.provenance import flatten  # noqa: E402
-from experiments.reporting.record import Record, read_json  # noqa: E402
+from experiments.reporting.record import Record  # noqa: E402
+from experiments.reporting.stored import flatten, read_json  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"

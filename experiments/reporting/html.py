@@ -50,6 +50,12 @@ def scroll_table(head: Html, body: Iterable[Html], cls: str | None = None) -> Ht
     return el("div", el("table", el("thead", head), el("tbody", body), cls=cls), cls="scroll")
 
 
+def pairs_table(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Names and what they are, one below the other."""
+    rows = (el("tr", el("th", name, scope="row"), el("td", text)) for name, text in pairs)
+    return el("div", el("table", el("tbody", rows), cls="pairs"), cls="scroll")
+
+
 def picture(figure: Figure, caption: str, kind: str = "svg") -> Html:
     """A figure with its caption; kind svg or png."""
     image = el("img", src=figure_uri(figure, kind), alt=caption)

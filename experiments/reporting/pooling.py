@@ -19,8 +19,8 @@ from dmx.errors import DmxError
 from dmx.formats import get_family
 
 from .groups import Group, group_rows
-from .provenance import flatten
 from .record import Limit, Method, Record, Row
+from .stored import flatten
 
 USUAL = Method(quantized="W+A", units="layer")
 """Of the fields that a table's title names, what goes without saying."""

@@ -13,7 +13,8 @@ import numpy as np
 from dmx.errors import RunError
 
 from .groups import Group
-from .record import Limit, Record, Row, read_json
+from .record import Limit, Record, Row
+from .stored import read_json
 
 HISTORY_COLUMNS = (
     "step", "temperature", "loss", "soft_bits", "hard_bits", "projected_bits",

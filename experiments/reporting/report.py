@@ -23,10 +23,10 @@ from .html import Html, el, page, picture, section
 from .maps import map_section, operand_formats
 from .plots.pareto import pareto
 from .plots.traces import bits_over_steps, loss_gap, offsets_over_steps
-from .provenance import asked_and_ran, environment
 from .reading import SearchTrace, read_assignments, read_record, read_traces
 from .record import Record
 from .report_export import export_section
+from .report_settings import asked_and_ran, environment
 from .tables import results_table
 from .targets_table import targets_table
 from .texts import spread_text

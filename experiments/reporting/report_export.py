@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .html import Html, el
+from .html import Html, pairs_table
 from .record import Record
 
 
@@ -29,12 +29,7 @@ def export_section(record: Record) -> Html | None:
         "largest difference of a logit": check.get("max_difference"),
         "KL(fake-quantized, files), nats/token": check.get("kl"),
     }
-    rows = (
-        el("tr", el("th", key, scope="row"), el("td", _text(value)))
-        for key, value in pairs.items()
-        if value not in (None, "")
-    )
-    return el("div", el("table", el("tbody", rows), cls="pairs"), cls="scroll")
+    return pairs_table((k, _text(v)) for k, v in pairs.items() if v not in (None, ""))
 
 
 def _text(value: Any) -> str:

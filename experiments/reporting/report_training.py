@@ -19,9 +19,9 @@ from mor.training import read_rows
 from .groups import RecipeGroup, group_recipes
 from .html import Html, el, page, picture, scroll_table, section
 from .plots.training import fallback_map, loss_lines
-from .provenance import asked_and_ran, environment
 from .reading import read_record
 from .recipes import comparison, comparison_text
+from .report_settings import asked_and_ran, environment
 from .tables import recipe_cells
 
 

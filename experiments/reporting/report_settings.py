@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from .html import Html, el, scroll_table
+from .html import Html, el, pairs_table, scroll_table
 from .record import Record
+from .stored import flatten
 from .texts import bytes_text, seconds_text, work_text
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings to dotted keys; lists stay whole."""
-    if isinstance(value, Mapping) and value:
-        pairs: dict[str, Any] = {}
-        for key, child in value.items():
-            pairs |= flatten(child, f"{prefix}.{key}" if prefix else str(key))
-        return pairs
-    return {prefix: value}
 
 
 def _value_text(value: Any) -> str:
@@ -77,8 +67,6 @@ def environment(record: Record) -> Html:
     parts = asdict(record)
     for key in ("device", "model", "data", "versions"):
         pairs |= flatten(parts[key], key)
-    rows = (
-        el("tr", el("th", key, scope="row"), el("td", "–" if value is None else _value_text(value)))
-        for key, value in pairs.items()
+    return pairs_table(
+        (key, "–" if value is None else _value_text(value)) for key, value in pairs.items()
     )
-    return el("div", el("table", el("tbody", rows), cls="pairs"), cls="scroll")
