@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import mor
@@ -28,7 +28,7 @@ from dmx.weights.learned import learn_weights
 
 from ..reporting.record import ModelFacts, Row
 from .measuring import measure_losses, measure_tasks
-from .provenance import batches_facts, windows_facts
+from .provenance import batches_facts, gpu_peak, reset_gpu_peak, windows_facts
 from .rows import make_row, method_of
 from .run import Run
 from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, SearchingRun
@@ -169,8 +169,10 @@ class Bench:
 
     def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
         """Rows of one format everywhere."""
-        made: Make = lambda: (uniform_assignment(self.model, block_format, config), {})  # noqa: E731
-        self.rows(f"uniform-{block_format}.json", made, guarded=False)
+        path = f"uniform-{block_format}.json"
+        self.rows(
+            path, lambda: (uniform_assignment(self.model, block_format, config), {}), guarded=False
+        )
 
     def searched(
         self, config: SearchConfig, budget: Budget, *, name: str, folder: str = "",
@@ -183,52 +185,46 @@ class Bench:
             weights: what its weights are in each row; None: as the bench has it.
         """
 
-        def make() -> tuple[Assignment, dict[str, Any]]:
-            cuda = self.run.device.type == "cuda"
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self.run.device)
-            leaves_files = config.descends or config.polish.rounds > 0
-            joint = config.name == "joint"
-            batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
-            result = search(
-                self.model, batches, budget, config,
-                folder=self.run.path(folder) if leaves_files else None,
-                score_folder=self.run.path("scores"),
-            )  # fmt: skip
-            facts: dict[str, Any] = {"seconds": result.seconds}
-            if result.polish:
-                facts["kl"] = result.polish[-1]["kl"]
-            if config.descends:
-                facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
-            if cuda:
-                facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
-            return result.assignment, facts
-
         stem = f"{folder}/{name}" if folder else name
+        found = partial(self._found, config, budget, folder)
         for stage in self.weights if weights is None else weights:
             if stage == "nearest":
-                self.rows(f"{stem}.json", make)
+                self.rows(f"{stem}.json", found)
             else:
-
-                def changed(stage: str = stage) -> tuple[Assignment, dict[str, Any]]:
-                    nearest = self._saved(f"{stem}.json", make)
-                    folder = self.run.path(f"{stem}.{stage}")
-                    return self._changed(stage, nearest, config.seed, folder), {}
-
+                changed = partial(self._changed, stage, stem, found, config.seed)
                 self.rows(f"{stem}.{stage}.json", changed)
 
-    def _changed(self, stage: str, nearest: Assignment, seed: int, folder: Path) -> Assignment:
-        """The assignment of a search with the scales of its weights by least squared error, with its
-        weights rounded by GPTQ, or learned.
+    def _found(
+        self, config: SearchConfig, budget: Budget, folder: str
+    ) -> tuple[Assignment, dict[str, Any]]:
+        """What a search finds, and facts of it."""
+        reset_gpu_peak(self.run.device)
+        leaves_files = config.descends or config.polish.rounds > 0
+        joint = config.name == "joint"
+        batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
+        result = search(
+            self.model, batches, budget, config,
+            folder=self.run.path(folder) if leaves_files else None,
+            score_folder=self.run.path("scores"),
+        )  # fmt: skip
+        facts: dict[str, Any] = {"seconds": result.seconds}
+        if result.polish:
+            facts["kl"] = result.polish[-1]["kl"]
+        if config.descends:
+            facts |= {"steps": len(result.history), "cuda_graph": result.cuda_graph}
+        return result.assignment, facts | gpu_peak(self.run.device)
 
-        Args:
-            folder: what a stopped stage goes on from.
-        """
+    def _changed(
+        self, stage: str, stem: str, found: Make, seed: int
+    ) -> tuple[Assignment, dict[str, Any]]:
+        """What a search found with the scales of its weights by least squared error, with its weights
+        rounded by GPTQ, or learned. What a stopped stage goes on from is kept in a folder meanwhile."""
+        nearest, folder = self._saved(f"{stem}.json", found), self.run.path(f"{stem}.{stage}")
         if stage == "mse":
-            return dataclasses.replace(nearest.with_rule("weight", "mse"), weights={"name": "mse"})
-        clock, cuda = Stopwatch(), self.run.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(self.run.device)
+            mse = nearest.with_rule("weight", "mse")
+            return dataclasses.replace(mse, weights={"name": "mse"}), {}
+        clock = Stopwatch()
+        reset_gpu_peak(self.run.device)
         if stage == "gptq":
             done = gptq(
                 self.model, nearest, self.batches(seed)[: self.gptq.batches],
@@ -239,10 +235,8 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder)
-        facts = {**(done.weights or {}), "seconds": clock.seconds}
-        if cuda:
-            facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated(self.run.device)
-        return dataclasses.replace(done, weights=facts)
+        facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
+        return dataclasses.replace(done, weights=facts), {}
 
     def rows(
         self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True

@@ -58,6 +58,19 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_gpu_peak(device: torch.device) -> None:
+    """The GPU's peak counts from now on; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def gpu_peak(device: torch.device) -> dict[str, int]:
+    """The GPU's peak since `reset_gpu_peak` as a fact; none on a CPU, whose peak is the process's."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_memory_bytes": torch.cuda.max_memory_allocated(device)}
+
+
 def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
