@@ -1,6 +1,7 @@
 """The README.md of an exported folder: what it holds, how to load it, what was and was not checked."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +90,32 @@ def _verification(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _bytes_text(size: Mapping[str, int]) -> str:
+    if size["quantized_bytes"] == size["bits_per_element_bytes"]:
+        return (
+            f"Quantized tensors: {size['quantized_bytes']:,} bytes, which is the sum of weights x "
+            f"bits per element / 8; all tensors: {size['total']:,} bytes (file headers apart)."
+        )
+    return (
+        f"Quantized tensors: {size['quantized_bytes']:,} bytes; at bits per element they would "
+        f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
+        f"All tensors: {size['total']:,} bytes."
+    )
+
+
+def _weights_text(stage: Mapping[str, Any]) -> str:
+    """What became of the weights after the choice."""
+    name = stage["name"]
+    if name == "mse":
+        return "Weights rounded to nearest, each block with the scale of least squared error."
+    made = "learned under these formats" if name == "learned" else f"rounded by {name.upper()}"
+    return f"Weights {made} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
+
+
 def model_card(plan: Plan, facts: dict[str, Any]) -> str:
     """Of a folder with weights; `facts` are those that the export writes beside it."""
     assert plan.layout is not None
     assignment, target, profile = plan.assignment, plan.target, plan.profile
-    size = facts["bytes"]
     what = "weights and inputs" if plan.inputs else "weights only"
     revision = f" (revision {assignment.model['revision']})" if assignment.model["revision"] else ""
     lines = [
@@ -107,27 +129,9 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
     ]
     if plan.input_rule:
         lines += [f"Inputs are scaled by the loader: {plan.input_rule}.", ""]
-    if size["quantized_bytes"] == size["bits_per_element_bytes"]:
-        lines += [
-            f"Quantized tensors: {size['quantized_bytes']:,} bytes, which is the sum of weights x "
-            f"bits per element / 8; all tensors: {size['total']:,} bytes (file headers apart)."
-        ]
-    else:
-        lines += [
-            f"Quantized tensors: {size['quantized_bytes']:,} bytes; at bits per element they would "
-            f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
-            f"All tensors: {size['total']:,} bytes."
-        ]
-    if stage := assignment.weights:
-        name, tokens = (
-            stage["name"],
-            f"on {stage.get('tokens', 0):,} tokens, not rounded to nearest",
-        )
-        said = {
-            "learned": f"Weights learned under these formats {tokens}.",
-            "mse": "Weights rounded to nearest, each block with the scale of least squared error.",
-        }
-        lines += ["", said.get(name, f"Weights rounded by {name.upper()} {tokens}.")]
+    lines += [_bytes_text(facts["bytes"])]
+    if assignment.weights:
+        lines += ["", _weights_text(assignment.weights)]
     if facts["head_apart"]:
         lines += [
             "",
