@@ -140,12 +140,6 @@ def parse(body: Any, source: str) -> dict[str, Any]:
     Raises:
         AssignmentError: of another schema, damaged, or edited; says where.
     """
-
-    def refuse(why: str) -> AssignmentError:
-        return AssignmentError(
-            f"{source}: {why}. The file is damaged or edited; search again, or copy it again."
-        )
-
     schema = body.get("schema") if isinstance(body, dict) else type(body).__name__
     if schema == FIRST_SCHEMA:
         body = upgraded(body)
@@ -154,65 +148,87 @@ def parse(body: Any, source: str) -> dict[str, Any]:
             f"{source}: schema {schema!r}, expected {SCHEMA!r} (or {FIRST_SCHEMA!r}). Only files of "
             "this project's searches are read here."
         )
+    try:
+        _check_keys(body)
+        _check_layers(body["formats"], body["shapes"], body["input_formats"])
+        _check_parts(body)
+        return _arguments(body, source)
+    except FormatError as error:
+        raise AssignmentError(str(error)) from error
+    except BudgetError as error:
+        raise AssignmentError(f"{source}: {error}") from error
+    except ValueError as error:
+        raise AssignmentError(
+            f"{source}: {error}. The file is damaged or edited; search again, or copy it again."
+        ) from error
+
+
+# Each of the checks raises ValueError (FormatError and BudgetError are such) with what is wrong.
+
+
+def _check_keys(body: Mapping[str, Any]) -> None:
     missing = [k for k in FIELDS if k not in body]
     unknown = sorted(set(body) - {*FIELDS, "schema"})
     if missing or unknown:
-        raise refuse(f"missing keys {missing}, unknown keys {unknown}")
-    formats, shapes, inputs = body["formats"], body["shapes"], body["input_formats"]
+        raise ValueError(f"missing keys {missing}, unknown keys {unknown}")
+
+
+def _check_layers(formats: Any, shapes: Any, inputs: Any) -> None:
     if not isinstance(formats, dict) or not formats or not isinstance(shapes, dict):
-        raise refuse("formats and shapes must be non-empty objects")
+        raise ValueError("formats and shapes must be non-empty objects")
     if set(formats) != set(shapes):
         other = sorted(set(formats) ^ set(shapes))[:3]
-        raise refuse(f"formats and shapes name other layers: {other}")
+        raise ValueError(f"formats and shapes name other layers: {other}")
     if inputs is not None and (not isinstance(inputs, dict) or set(inputs) != set(formats)):
-        raise refuse("input_formats must be null or name the layers of formats")
-    for key, (kinds, expected) in _KINDS.items():
-        if not isinstance(body[key], kinds):
-            raise refuse(f"{key} is {body[key]!r}, expected {expected}")
+        raise ValueError("input_formats must be null or name the layers of formats")
     for layer, shape in shapes.items():
         valid = isinstance(shape, list) and len(shape) == 2
         if not valid or not all(type(n) is int and n > 0 for n in shape):
-            raise refuse(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
+            raise ValueError(f"shape of {layer} is {shape!r}, expected [out_features, in_features]")
     for layer, name in [*formats.items(), *(inputs or {}).items()]:
         if not isinstance(name, str):
-            raise refuse(f"format of {layer} is {name!r}, expected a name")
+            raise ValueError(f"format of {layer} is {name!r}, expected a name")
+
+
+def _check_parts(body: Mapping[str, Any]) -> None:
+    """All that is beside the layers, but for what is made of it: rules and search."""
+    for key, (kinds, expected) in _KINDS.items():
+        if not isinstance(body[key], kinds):
+            raise ValueError(f"{key} is {body[key]!r}, expected {expected}")
     for kind in ARTIFACTS:
         if body[kind] is not None and (why := _malformed(body[kind])):
-            raise refuse(f"{kind} is {body[kind]!r}: {why}")
+            raise ValueError(f"{kind} is {body[kind]!r}: {why}")
     if not all(isinstance(layer, str) for layer in body["unquantized"]):
-        raise refuse("unquantized must hold layer names")
+        raise ValueError("unquantized must hold layer names")
     if body["units"] not in get_args(Units):
-        raise refuse(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
+        raise ValueError(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
     if (budget := body["budget"]) is not None:
         if set(budget) != {"limit", "unit"}:
-            raise refuse(f"budget has the keys {sorted(budget)}, expected limit and unit")
+            raise ValueError(f"budget has the keys {sorted(budget)}, expected limit and unit")
         try:
             Budget(**budget)
-        except (BudgetError, FormatError) as error:
-            raise AssignmentError(f"{source}: {error}") from error
+        except FormatError as error:  # of its unit; says no file, as those of formats do
+            raise BudgetError(str(error)) from error
     for unit in (*BIT_UNITS, "whole_model_bits_per_element"):
         stated = body["bits"].get(unit)
         if type(stated) not in (int, float) or not 0 < stated <= 16:
-            raise refuse(f"bits.{unit} is {stated!r}")
-    try:
-        names = {k: get_format(v, setting=f"{source}: {k}").name for k, v in formats.items()}
-        if inputs is not None:
-            inputs = {
-                k: get_block_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()
-            }
-        rules = _parse_rules(body["scale_rules"], source)
-        search = SearchFacts.from_dict(body["search"])
-    except FormatError as error:
-        raise AssignmentError(str(error)) from error
-    except ValueError as error:
-        raise refuse(str(error)) from error
+            raise ValueError(f"bits.{unit} is {stated!r}")
+
+
+def _arguments(body: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Of an Assignment, from a body that was checked; `source` names the setting of formats."""
+    inputs = body["input_formats"]
+    formats = {k: get_format(v, setting=f"{source}: {k}").name for k, v in body["formats"].items()}
+    if inputs is not None:
+        inputs = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+    rules = _parse_rules(body["scale_rules"], source)
     return {key: body[key] for key in FIELDS} | {
-        "formats": names,
+        "formats": formats,
         "input_formats": inputs,
-        "shapes": {k: (v[0], v[1]) for k, v in shapes.items()},
+        "shapes": {k: (v[0], v[1]) for k, v in body["shapes"].items()},
         "unquantized": tuple(body["unquantized"]),
-        "scale_rules": used_rules(rules, names, inputs),
-        "search": search,
+        "scale_rules": used_rules(rules, formats, inputs),
+        "search": SearchFacts.from_dict(body["search"]),
     }
 
 
