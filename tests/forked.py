@@ -11,7 +11,8 @@ import runpy
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -95,6 +96,15 @@ class Forked:
         """Waits for its end; stdout and stderr."""
         self.wait(timeout)
         return self.outputs()
+
+    def kill_once(self, seen: Callable[[], object], timeout: float = 120) -> None:
+        """SIGKILL as soon as `seen` says so; it must not have ended before."""
+        deadline = time.monotonic() + timeout
+        while not seen() and time.monotonic() < deadline:
+            assert self.poll() is None, f"it ended before it could be stopped: {self.outputs()[1]}"
+            time.sleep(0.002)
+        self.send_signal(signal.SIGKILL)
+        self.wait()
 
     def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,24 @@
-"""Settings of a search by their short names, so that one table of a test serves several searches."""
+"""Settings that tests share: of a command that takes seconds, and of a search by short names, so that one table
+of a test serves several searches."""
 
 from dataclasses import fields
 
 from dmx.searching.config import DescentConfig, PolishConfig, RotationConfig, SearchSettings
 
+TINY = [
+    "model=tiny_random",
+    "data=synthetic",
+    "run.device=cpu",
+    "calibration.window=32",
+    "calibration.batch_size=2",
+    "calibration.batches=3",
+    "evaluation.window=64",
+    "evaluation.batch_size=4",
+    "evaluation.max_windows=6",
+]
+"""A command on the smallest model and texts."""
+TINY_LAYERS = [*TINY, "search.units=layer"]
+"""One that searches."""
 _DESCENT = {f.name for f in fields(DescentConfig)}
 
 

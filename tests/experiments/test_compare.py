@@ -17,25 +17,13 @@ from dmx.searching import SearchConfig
 from dmx.searching.ablation import unit_ablation
 from experiments import compare, evaluate
 from experiments.reporting.agreement import agreement, raised_by_projection
-
-TINY = [
-    "model=tiny_random",
-    "data=synthetic",
-    "run.device=cpu",
-    "calibration.window=32",
-    "calibration.batch_size=2",
-    "calibration.batches=3",
-    "evaluation.window=64",
-    "evaluation.batch_size=4",
-    "evaluation.max_windows=6",
-    "search.units=layer",
-]
+from tests.settings import TINY, TINY_LAYERS
 
 
 def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of, tmp_path):
     searches = ["uniform", "random", "kl", "kl_per_bit", "fisher", "weight_mse", "differentiable"]
     arguments = [
-        *TINY,
+        *TINY_LAYERS,
         "search.steps=4",
         "budgets=[4.5,5.0]",
         f"searches=[{','.join(searches)}]",
@@ -61,7 +49,12 @@ def test_every_search_budget_and_seed_is_a_row_within_its_budget(run, record_of,
 
 def test_another_seed_is_another_calibration_sample(run, tmp_path):
     code, _out, err = run(
-        compare, *TINY, "budgets=[5.0]", "searches=[kl]", "seeds=2", f"run.folder={tmp_path}/run"
+        compare,
+        *TINY_LAYERS,
+        "budgets=[5.0]",
+        "searches=[kl]",
+        "seeds=2",
+        f"run.folder={tmp_path}/run",
     )
     assert code == 0, err
     keys = [json.loads(p.read_text())["key"] for p in (tmp_path / "run/scores").iterdir()]
@@ -69,7 +62,13 @@ def test_another_seed_is_another_calibration_sample(run, tmp_path):
 
 
 def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of, tmp_path):
-    arguments = [*TINY, "budgets=[5.0]", "searches=[kl]", "safety=calibrated", "baselines=[]"]
+    arguments = [
+        *TINY_LAYERS,
+        "budgets=[5.0]",
+        "searches=[kl]",
+        "safety=calibrated",
+        "baselines=[]",
+    ]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
     bare, net = record_of(tmp_path / "run").rows
@@ -79,7 +78,7 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
     assert (tmp_path / "run" / "kl-5-seed0" / "assignment.safety.json").exists()
     code, _out, err = run(
         evaluate,
-        *TINY[:-1],
+        *TINY,
         f"assignments=[{tmp_path}/run/kl-5-seed0/assignment.json]",
         "safety=calibrated",
         f"run.folder={tmp_path}/again",
@@ -92,7 +91,7 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
 def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
     searches = "searches=[kl,kl+polish,differentiable,differentiable+polish]"
     arguments = [
-        *TINY,
+        *TINY_LAYERS,
         "budgets=[4.7]",
         "baselines=[]",
         "search.steps=4",
@@ -113,20 +112,20 @@ def test_polished_searches_are_rows_of_their_own(run, record_of, tmp_path):
         assert log[-1]["kl"] == Assignment.load(folder / "assignment.json").search.kl
     code, _out, err = run(
         evaluate,
-        *TINY[:-1],
+        *TINY,
         f"assignments=[{folder}/assignment.json]",
         f"run.folder={tmp_path}/again",
     )
     assert code == 0, err
     assert record_of(tmp_path / "again").rows[0].label == "dMX + polish"
     for options in (["searches=[kl]", "search.polish.rounds=2"], ["searches=[kl+polish]"]):
-        code, _out, err = run(compare, *TINY, *options, f"run.folder={tmp_path}/bad")
+        code, _out, err = run(compare, *TINY_LAYERS, *options, f"run.folder={tmp_path}/bad")
         assert code and "polished if its name says so" in err
     bad = ["searches=[kl]", "search.steps=3"]
-    code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
+    code, _out, err = run(compare, *TINY_LAYERS, *bad, f"run.folder={tmp_path}/bad")
     assert code and "search.steps=3: none of searches=[kl] uses it" in err
     bad = ["searches=[uniform+polish]", "search.polish.rounds=2"]
-    code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
+    code, _out, err = run(compare, *TINY_LAYERS, *bad, f"run.folder={tmp_path}/bad")
     assert code and "search.polish.rounds=2 is not for search.name=uniform" in err
 
 
@@ -135,7 +134,7 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     for operands in ("joint", "separate"):
         code, _out, err = run(
             compare,
-            *TINY,
+            *TINY_LAYERS,
             "budgets=[5.0]",
             "searches=[random,differentiable]",
             "search.steps=4",
@@ -150,19 +149,21 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     assert all(r.element_bits <= 5.0 for r in rows)
     path = tmp_path / "runs/separate" / rows[0].assignment
     assert Assignment.load(path).unequal
-    code, _out, err = run(
-        evaluate, *TINY[:-1], f"assignments=[{path}]", f"run.folder={tmp_path}/again"
-    )
+    code, _out, err = run(evaluate, *TINY, f"assignments=[{path}]", f"run.folder={tmp_path}/again")
     assert code == 0, err
     (again,) = record_of(tmp_path / "again").rows
     assert (again.nll, again.method) == (rows[0].nll, rows[0].method)
     code, _out, err = run(
-        compare, *TINY, f"ablate={path}", "search.choices=separate", f"run.folder={tmp_path}/b"
+        compare,
+        *TINY_LAYERS,
+        f"ablate={path}",
+        "search.choices=separate",
+        f"run.folder={tmp_path}/b",
     )
     assert code == 0, err
     written = json.loads((tmp_path / "b" / "ablation.json").read_text())
     assert len(written) == 2 * len(Assignment.load(path).formats)
-    code, _out, err = run(compare, *TINY, f"ablate={path}", f"run.folder={tmp_path}/c")
+    code, _out, err = run(compare, *TINY_LAYERS, f"ablate={path}", f"run.folder={tmp_path}/c")
     assert code and "search.choices=joint. Set them as they were" in err
     code, _out, err = run(compare, f"collect={tmp_path}/runs", f"run.folder={tmp_path}/joined")
     assert code == 0, err
@@ -170,7 +171,7 @@ def test_separate_operands_are_rows_of_their_own_kind(run, record_of, tmp_path):
     assert [r.method.choices for r in joined] == ["joint"] * 2 + ["separate"] * 2
     assert "<h3>Separate choices</h3>" in (tmp_path / "joined" / "report.html").read_text()
     bad = ["searches=[weight_mse]", "search.choices=separate"]
-    code, _out, err = run(compare, *TINY, *bad, f"run.folder={tmp_path}/bad")
+    code, _out, err = run(compare, *TINY_LAYERS, *bad, f"run.folder={tmp_path}/bad")
     assert code and "search.choices=separate with search.name=weight_mse" in err
 
 
@@ -179,7 +180,7 @@ def test_records_of_different_models_are_not_joined(run, tmp_path):
         extra = ["model.tiny.seed=7", "model.tiny.hidden_size=96"] if name == "b" else []
         code, _out, err = run(
             evaluate,
-            *TINY[:-1],
+            *TINY,
             f"model={model}",
             *extra,
             "assignments=[bf16]",
@@ -227,10 +228,15 @@ def test_ablation_measures_what_lowering_and_raising_a_unit_does(tiny_random, ru
     assert rows[0]["loss_if_lowered"] == pytest.approx(loss(lowered) - base, abs=1e-7)
     assert rows[3]["gain_if_raised"] == pytest.approx(base - loss(raised), abs=1e-7)
     code, _out, _err = run(
-        compare, *TINY, "budgets=[5.0]", "searches=[kl]", "baselines=[]", f"run.folder={tmp_path}/a"
+        compare,
+        *TINY_LAYERS,
+        "budgets=[5.0]",
+        "searches=[kl]",
+        "baselines=[]",
+        f"run.folder={tmp_path}/a",
     )
     path = tmp_path / "a" / "kl-5-seed0" / "assignment.json"
-    code, out, err = run(compare, *TINY, f"ablate={path}", f"run.folder={tmp_path}/b")
+    code, out, err = run(compare, *TINY_LAYERS, f"ablate={path}", f"run.folder={tmp_path}/b")
     assert code == 0, err
     assert "raised" in out and "nats/token" in out
     written = json.loads((tmp_path / "b" / "ablation.json").read_text())

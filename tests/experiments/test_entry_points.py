@@ -24,19 +24,9 @@ from experiments.running.composing import build_root, check_overrides
 from experiments.running.folder import FolderTaken, claim
 from experiments.running.guard import no_lost_interrupts, stopping_at_an_interrupt
 from tests.forked import Forked
+from tests.settings import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "model=tiny_random",
-    "data=synthetic",
-    "run.device=cpu",
-    "calibration.window=32",
-    "calibration.batch_size=2",
-    "calibration.batches=3",
-    "evaluation.window=64",
-    "evaluation.batch_size=4",
-    "evaluation.max_windows=6",
-]
 METRICS = (
     "element_bits",
     "bits_per_element",

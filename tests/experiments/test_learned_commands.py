@@ -1,36 +1,24 @@
 """weights=learned in search and compare: rows, files, texts, and what is refused."""
 
-import signal
-import time
-
 import pytest
 
 from dmx.assignment.assignment import Assignment
 from experiments import compare, evaluate, search
 from tests.forked import Forked
+from tests.settings import TINY, TINY_LAYERS
 
-TINY = [
-    "model=tiny_random",
-    "data=synthetic",
-    "run.device=cpu",
-    "calibration.window=32",
-    "calibration.batch_size=2",
-    "calibration.batches=3",
-    "evaluation.window=64",
-    "evaluation.batch_size=4",
-    "evaluation.max_windows=6",
-    "search.units=layer",
+LEARNING = [
+    *TINY_LAYERS,
     "learn.steps=4",
     "learn.warmup=1",
     "learn.lr=1e-3",
     "training.batches=6",
 ]
-GIVEN = [a for a in TINY if not a.startswith(("search", "learn", "training"))]
 
 
 def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_path):
     arguments = [
-        *TINY,
+        *LEARNING,
         "searches=[fisher,differentiable]",
         "search.steps=3",
         "budgets=[4.7]",
@@ -69,7 +57,7 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert not list((tmp_path / "run").rglob("learning_state*"))
     code, _out, err = run(
         evaluate,
-        *GIVEN,
+        *TINY,
         f"assignments=[{folder}/assignment.learned.json]",
         "safety=calibrated",
         f"run.folder={tmp_path}/again",
@@ -89,7 +77,7 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
         "The bridge reads a letter. Every garden holds the quiet engine near it. " * 300
     )
     command = [
-        *TINY,
+        *LEARNING,
         "budget.limit=4.7",
         "search=fisher",
         "baselines=[kl]",
@@ -113,14 +101,7 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     assert not [w for w in record.warnings if "sequences" in w]
     folder = tmp_path / "stopped"
     process = Forked("-m", "experiments.search", *command, f"run.folder={folder}")
-    deadline = time.time() + 120
-    while not list(folder.glob("*/learning_state.safetensors")) and time.time() < deadline:
-        assert process.poll() is None, (
-            f"it ended before it could be stopped: {process.outputs()[1]}"
-        )
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill_once(lambda: list(folder.glob("*/learning_state.safetensors")))
     assert not (folder / "record.json").exists()
     code, _out, err = run(search, *command, f"run.folder={folder}")
     assert code == 0, err
@@ -138,7 +119,7 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
         "data=files",
         *(f"data.{use}.files=[{file}]" for use in ("calibration", "evaluation")),
     ]
-    arguments = [a for a in TINY if not a.startswith("data")]
+    arguments = [a for a in LEARNING if not a.startswith("data")]
     code, _out, err = run(
         search,
         *arguments,
@@ -171,6 +152,6 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
 )
 def test_what_cannot_learn_is_refused_before_anything_is_searched(bad, says, run, tmp_path):
     arguments = ["searches=[fisher]", "budgets=[4.7]", "weights=[learned]", bad]
-    code, _out, err = run(compare, *TINY, *arguments, f"run.folder={tmp_path}/run")
+    code, _out, err = run(compare, *LEARNING, *arguments, f"run.folder={tmp_path}/run")
     assert code == 2 and says in err.replace("\n", " ")
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("scores"))

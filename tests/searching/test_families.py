@@ -30,7 +30,7 @@ from experiments import compare, search
 from experiments.reporting.pooling import search_settings
 from experiments.reporting.record import Method
 from tests.cases import FOUR
-from tests.settings import search_config
+from tests.settings import TINY_LAYERS, search_config
 
 LISTS = (
     ["mxfp4", "mxfp6_e3m2"],
@@ -301,15 +301,11 @@ def test_a_path_that_there_is_not_is_refused(options, words):
 
 # ---------------------------------------------------------------- commands
 
-TINY = [
-    "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-    "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-    "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer", "search.steps=3",
-]  # fmt: skip
+TINY_STEPS = [*TINY_LAYERS, "search.steps=3"]
 
 
 def test_commands_take_lists_and_rows_say_them(run, record_of, tmp_path):
-    asked = [*TINY, "searches=[fisher,differentiable]", "budgets=[4.7]", "baselines=[]"]
+    asked = [*TINY_STEPS, "searches=[fisher,differentiable]", "budgets=[4.7]", "baselines=[]"]
     folder = tmp_path / "run"
     code, _out, err = run(
         compare, *asked, "search.family=[mxfp4,mxfp6_e3m2]", f"run.folder={folder}"
@@ -333,7 +329,11 @@ def test_a_command_takes_a_list_with_a_name_as_that_name(run, record_of, tmp_pat
     for index, family in enumerate(families):
         folder = tmp_path / str(index)
         code, _out, err = run(
-            search, *TINY, "budget.limit=4.7", f"search.family={family}", f"run.folder={folder}"
+            search,
+            *TINY_STEPS,
+            "budget.limit=4.7",
+            f"search.family={family}",
+            f"run.folder={folder}",
         )
         assert code == 0, err
         facts = json.loads((folder / "assignment.json").read_text())
@@ -343,7 +343,7 @@ def test_a_command_takes_a_list_with_a_name_as_that_name(run, record_of, tmp_pat
         texts.append((facts, row.method, row.nll))
     assert texts[0] == texts[1]
     code, _out, err = run(
-        search, *TINY, "search.family=[mxfp6,mxfp4]", f"run.folder={tmp_path}/refused"
+        search, *TINY_STEPS, "search.family=[mxfp6,mxfp4]", f"run.folder={tmp_path}/refused"
     )
     assert code == 2 and "Name formats of rising bits, cheapest first" in err
 

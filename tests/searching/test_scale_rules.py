@@ -14,6 +14,7 @@ from dmx.numerics import fake_quant
 from dmx.searching import SearchConfig, uniform_assignment
 from dmx.searching.config import PolishConfig
 from experiments import compare, search
+from tests.settings import TINY_LAYERS
 
 BATCHES = list(torch.randint(0, 257, (4, 2, 32), generator=torch.Generator().manual_seed(1)))
 RULES = {"weight": {"mxfp4": "even", "mxfp6_e2m3": "mse"}, "input": "rceil"}
@@ -94,14 +95,9 @@ def test_rules_check_themselves(settings, says):
 
 
 def test_commands_take_rules_and_rows_say_them(run, record_of, tmp_path):
-    tiny = [
-        "model=tiny_random", "data=synthetic", "run.device=cpu", "calibration.window=32",
-        "calibration.batch_size=2", "calibration.batches=3", "evaluation.window=64",
-        "evaluation.batch_size=4", "evaluation.max_windows=6", "search.units=layer",
-    ]  # fmt: skip
     rules = ["search.scale_rules.weight={mxfp4: even}", "search.scale_rules.input=rceil"]
     code, _out, err = run(
-        compare, *tiny, *rules, "searches=[fisher,differentiable]", "search.steps=3",
+        compare, *TINY_LAYERS, *rules, "searches=[fisher,differentiable]", "search.steps=3",
         "budgets=[4.7]", "baselines=[uniform]", f"run.folder={tmp_path}/run",
     )  # fmt: skip
     assert code == 0, err
@@ -111,7 +107,9 @@ def test_commands_take_rules_and_rows_say_them(run, record_of, tmp_path):
     assert told["fisher"] == told["dMX"] == "weight: mxfp4 even; input: rceil"
     paths = {row.method.base: row.method.path for row in record.rows}
     assert paths["dMX"] == "line" and paths["fisher"] == "element"
-    code, _out, err = run(search, *tiny, "search.scale_rule=even", f"run.folder={tmp_path}/old")
+    code, _out, err = run(
+        search, *TINY_LAYERS, "search.scale_rule=even", f"run.folder={tmp_path}/old"
+    )
     assert code == 2 and "search.scale_rules.weight=even search.scale_rules.input=even" in err
 
 

@@ -3,8 +3,6 @@ carried by the assignment through apply, save, resume and the command line."""
 
 import copy
 import math
-import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,6 @@ from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.formats import MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, SCALE_RULES, get_family
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
-from dmx.searching import SearchConfig, uniform_assignment
 from dmx.weights import columns
 from dmx.weights import gptq as gptq_module
 from dmx.weights.columns import (
@@ -36,6 +33,8 @@ from dmx.weights.gptq import gptq
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
 from tests.forked import Forked
+from tests.settings import TINY, TINY_LAYERS
+from tests.weights.helpers import mixed, uniform
 
 BATCHES = list(torch.randint(0, 257, (3, 2, 48), generator=torch.Generator().manual_seed(1)))
 
@@ -56,18 +55,6 @@ def output_error(weight, rounded, hessian):
 def logits(model, tokens=BATCHES[0]):
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
-
-
-def uniform(model, block_format=MXFP4, **options):
-    return uniform_assignment(model, block_format, SearchConfig(name="uniform", **options))
-
-
-def mixed(model, rule="floor", units="layer"):
-    """An assignment with three formats in it."""
-    formats = get_family("mxfp8_mxfp6_mxfp4").formats
-    space = build_space(model, formats, units=units)
-    choice = [i % len(formats) for i in range(len(space.units))]
-    return make_assignment(space, choice, model, scale_rules=rule)
 
 
 # ---------------------------------------------------------------- one weight
@@ -538,20 +525,7 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
         gptq(model, assignment, BATCHES, folder=tmp_path)
 
 
-TINY = [
-    "model=tiny_random",
-    "data=synthetic",
-    "run.device=cpu",
-    "calibration.window=32",
-    "calibration.batch_size=2",
-    "calibration.batches=3",
-    "evaluation.window=64",
-    "evaluation.batch_size=4",
-    "evaluation.max_windows=6",
-    "search.units=layer",
-    "gptq.batches=2",
-]
-GIVEN = [a for a in TINY if not a.startswith(("search", "gptq"))]
+ROUNDING = [*TINY_LAYERS, "gptq.batches=2"]
 
 
 @pytest.fixture
@@ -562,7 +536,7 @@ def rows_of():
 def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_path):
     code, _out, err = run(
         compare,
-        *TINY,
+        *ROUNDING,
         "searches=[fisher,differentiable]",
         "search.steps=3",
         "budgets=[4.7]",
@@ -585,7 +559,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     assert not list((tmp_path / "run").rglob("gptq_state"))
     code, _out, err = run(
         evaluate,
-        *GIVEN,
+        *TINY,
         f"assignments=[{folder}/assignment.json,{folder}/assignment.gptq.json]",
         f"run.folder={tmp_path}/again",
     )
@@ -595,7 +569,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     assert [r.nll for r in again] == [rows[0].nll, rows[2].nll]
     code, _out, err = run(
         compare,
-        *TINY,
+        *ROUNDING,
         "searches=[fisher]",
         "budgets=[4.7]",
         "baselines=[]",
@@ -605,12 +579,14 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     assert code == 0, err
     assert [r.label for r in rows_of(tmp_path / "alone")] == ["fisher + gptq"]
     for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0"):
-        code, _out, err = run(compare, *TINY, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad")
+        code, _out, err = run(
+            compare, *ROUNDING, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad"
+        )
         assert code == 2 and bad.partition("=")[0] in err
 
 
 COMMAND = [
-    *TINY,
+    *ROUNDING,
     "budget.limit=4.7",
     "search=fisher",
     "baselines=[kl]",
@@ -626,14 +602,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     assert [r.label for r in rows] == ["kl", "kl + gptq", "fisher", "fisher + gptq"]
     folder = tmp_path / "stopped"
     process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")
-    deadline = time.time() + 120
-    while not list(folder.glob("*/gptq_state/*.safetensors")) and time.time() < deadline:
-        assert process.poll() is None, (
-            f"it ended before it could be stopped: {process.outputs()[1]}"
-        )
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill_once(lambda: list(folder.glob("*/gptq_state/*.safetensors")))
     assert not (folder / "record.json").exists()
     code, _out, err = run(search, *COMMAND, f"run.folder={folder}")
     assert code == 0, err

@@ -15,13 +15,11 @@ from safetensors.torch import load
 import dmx
 from dmx.applying.linear import quantized_layers
 from dmx.applying.stored import from_bytes
-from dmx.assignment.assignment import Assignment, make_assignment
-from dmx.assignment.space import build_space
+from dmx.assignment.assignment import Assignment
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
-from dmx.formats import MXFP4, SCALE_RULES, get_family
+from dmx.formats import MXFP4, SCALE_RULES
 from dmx.numerics import fake_quant
-from dmx.searching import SearchConfig, uniform_assignment
 from dmx.weights import learned
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import STATE_FILE, learn_weights
@@ -29,6 +27,7 @@ from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW, round_stochastically
 from tests.forked import Forked
+from tests.weights.helpers import mixed, uniform
 
 BATCHES = list(torch.randint(0, 257, (6, 2, 32), generator=torch.Generator().manual_seed(1)))
 SHORT = {"steps": 6, "warmup": 2, "lr": 1e-3}
@@ -37,18 +36,6 @@ SHORT = {"steps": 6, "warmup": 2, "lr": 1e-3}
 def logits(model, tokens=BATCHES[0]):
     with torch.no_grad():
         return model(input_ids=tokens, use_cache=False).logits
-
-
-def uniform(model, block_format=MXFP4, **options):
-    return uniform_assignment(model, block_format, SearchConfig(name="uniform", **options))
-
-
-def mixed(model, rule="floor", units="layer"):
-    """An assignment with three formats in it."""
-    formats = get_family("mxfp8_mxfp6_mxfp4").formats
-    space = build_space(model, formats, units=units)
-    choice = [i % len(formats) for i in range(len(space.units))]
-    return make_assignment(space, choice, model, scale_rules=rule)
 
 
 def mean_kl(model, assignment, batches):

@@ -1,0 +1,18 @@
+"""Assignments for the tests of what becomes of the weights."""
+
+from dmx.assignment.assignment import make_assignment
+from dmx.assignment.space import build_space
+from dmx.formats import MXFP4, get_family
+from dmx.searching import SearchConfig, uniform_assignment
+
+
+def uniform(model, block_format=MXFP4, **options):
+    return uniform_assignment(model, block_format, SearchConfig(name="uniform", **options))
+
+
+def mixed(model, rule="floor", units="layer"):
+    """An assignment with three formats in it."""
+    formats = get_family("mxfp8_mxfp6_mxfp4").formats
+    space = build_space(model, formats, units=units)
+    choice = [i % len(formats) for i in range(len(space.units))]
+    return make_assignment(space, choice, model, scale_rules=rule)
