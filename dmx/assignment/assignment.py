@@ -30,6 +30,7 @@ from dmx.assignment.file import (
     read_body,
     used_rules,
 )
+from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
@@ -91,7 +92,7 @@ class Assignment:
 
     def rule(self, operand: Operand, block_format: BlockFormat) -> ScaleRule:
         """The scale rule of a format where an operand is quantized to it."""
-        return self.scale_rules.get(operand, {}).get(block_format.name, "floor")
+        return rule_of(self.scale_rules, operand, block_format)
 
     def with_rule(self, operand: Operand, rule: ScaleRule) -> "Assignment":
         """This assignment with one scale rule for an operand; FormatError where the rule is not for it."""
