@@ -119,6 +119,23 @@ struct Padded {
   }
 };
 
+template <class T>
+inline void load_block(const typename T::Storage* from, int count, uint32_t* bits) {
+  if (count == kBlock) T::load(from, bits);
+  else T::load(Padded<T>(from, count).values, bits);
+}
+
+template <class T>
+inline void store_block(const uint32_t* bits, int count, typename T::Storage* to) {
+  if (count == kBlock) {
+    T::store(bits, to);
+  } else {
+    typename T::Storage last[kBlock];
+    T::store(bits, last);
+    std::memcpy(to, last, count * sizeof(last[0]));
+  }
+}
+
 // Calls body(chunk, offset, block, count) for every block: `offset` in elements, `block` counts
 // blocks of the whole tensor, `count` values stand in it. Chunks run in parallel.
 template <class Body>
@@ -222,8 +239,7 @@ void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format&
   Storage* to = static_cast<Storage*>(out);
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock];
-    if (count == kBlock) T::load(from + offset, bits);
-    else T::load(Padded<T>(from + offset, count).values, bits);
+    load_block<T>(from + offset, count, bits);
     const uint32_t amax = largest_magnitude(bits);
     if (amax >= kInf) {
       for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
@@ -235,13 +251,7 @@ void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format&
       const float scaled = float_of(bits[i] & kMagnitude) * inverse;
       bits[i] = bits_of(round_magnitude(scaled, f) * scale) | (bits[i] & kSign);
     }
-    if (count == kBlock) {
-      T::store(bits, to + offset);
-    } else {
-      Storage last[kBlock];
-      T::store(bits, last);
-      std::memcpy(to + offset, last, count * sizeof(Storage));
-    }
+    store_block<T>(bits, count, to + offset);
   });
 }
 
@@ -272,8 +282,7 @@ void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows,
   const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t block, int count) {
     uint32_t bits[kBlock];
-    if (count == kBlock) T::load(from + offset, bits);
-    else T::load(Padded<T>(from + offset, count).values, bits);
+    load_block<T>(from + offset, count, bits);
     const uint32_t amax = largest_magnitude(bits);
     if (amax >= kInf) {
       // Formats of 4 and 6 bits have no NaN code: zeros, packed or not.
@@ -353,8 +362,7 @@ void continuous(const void* x, void* out, int64_t rows, int64_t n, const Path& p
   Storage* to = static_cast<Storage*>(out);
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock];
-    if (count == kBlock) T::load(from + offset, bits);
-    else T::load(Padded<T>(from + offset, count).values, bits);
+    load_block<T>(from + offset, count, bits);
     const uint32_t amax = largest_magnitude(bits);
     if (amax >= kInf) {
       for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
@@ -367,13 +375,7 @@ void continuous(const void* x, void* out, int64_t rows, int64_t n, const Path& p
       const float value = r.value > level.top ? level.top : r.value;
       bits[i] = bits_of(value * level.scale) | (bits[i] & kSign);
     }
-    if (count == kBlock) {
-      T::store(bits, to + offset);
-    } else {
-      Storage last[kBlock];
-      T::store(bits, last);
-      std::memcpy(to + offset, last, count * sizeof(Storage));
-    }
+    store_block<T>(bits, count, to + offset);
   });
 }
 
@@ -388,13 +390,8 @@ void continuous_backward(const void* grad, const void* x, void* grad_x, float* s
   Storage* to = static_cast<Storage*>(grad_x);
   for_each_block(rows, n, threads, [=](int64_t chunk, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock], grad_bits[kBlock];
-    if (count == kBlock) {
-      T::load(from + offset, bits);
-      T::load(above + offset, grad_bits);
-    } else {
-      T::load(Padded<T>(from + offset, count).values, bits);
-      T::load(Padded<T>(above + offset, count).values, grad_bits);
-    }
+    load_block<T>(from + offset, count, bits);
+    load_block<T>(above + offset, count, grad_bits);
     const uint32_t amax = largest_magnitude(bits);
     float products[kBlock];
     if (amax >= kInf) {
@@ -415,13 +412,7 @@ void continuous_backward(const void* grad, const void* x, void* grad_x, float* s
     for (int i = 0; i < kBlock; ++i) sums[chunk * kBlock + i] += products[i];
     if (!to) return;
     // The gradient came in this dtype, so storing it is exact, NaN included.
-    if (count == kBlock) {
-      T::store(grad_bits, to + offset);
-    } else {
-      Storage last[kBlock];
-      T::store(grad_bits, last);
-      std::memcpy(to + offset, last, count * sizeof(Storage));
-    }
+    store_block<T>(grad_bits, count, to + offset);
   });
 }
 
@@ -460,8 +451,7 @@ void line(const void* x, void* out, int64_t rows, int64_t n, const Line& path, i
   const float share = path.share, rest = 1.0f - path.share;
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock];
-    if (count == kBlock) T::load(from + offset, bits);
-    else T::load(Padded<T>(from + offset, count).values, bits);
+    load_block<T>(from + offset, count, bits);
     const uint32_t amax = largest_magnitude(bits);
     if (amax >= kInf) {
       for (int i = 0; i < count; ++i) to[offset + i] = T::kNan;
@@ -475,13 +465,7 @@ void line(const void* x, void* out, int64_t rows, int64_t n, const Line& path, i
       for (int i = 0; i < kBlock; ++i) low[i] = rest * low[i] + share * high[i];
     }
     for (int i = 0; i < kBlock; ++i) bits[i] = bits_of(low[i]) | (bits[i] & kSign);
-    if (count == kBlock) {
-      T::store(bits, to + offset);
-    } else {
-      Storage last[kBlock];
-      T::store(bits, last);
-      std::memcpy(to + offset, last, count * sizeof(Storage));
-    }
+    store_block<T>(bits, count, to + offset);
   });
 }
 
@@ -497,13 +481,8 @@ void line_backward(const void* grad, const void* x, void* grad_x, float* sums, i
   const float share = path.share, rest = 1.0f - path.share;
   for_each_block(rows, n, threads, [=](int64_t chunk, int64_t offset, int64_t, int count) {
     uint32_t bits[kBlock], grad_bits[kBlock];
-    if (count == kBlock) {
-      T::load(from + offset, bits);
-      T::load(gradient + offset, grad_bits);
-    } else {
-      T::load(Padded<T>(from + offset, count).values, bits);
-      T::load(Padded<T>(gradient + offset, count).values, grad_bits);
-    }
+    load_block<T>(from + offset, count, bits);
+    load_block<T>(gradient + offset, count, grad_bits);
     const uint32_t amax = largest_magnitude(bits);
     float products[kBlock];
     if (amax >= kInf) {

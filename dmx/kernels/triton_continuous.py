@@ -7,13 +7,11 @@ both can stand in a CUDA graph. The backward recomputes what it needs from x; th
 is one partial sum per program, added up by a second small kernel in a fixed order.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmx.formats import BLOCK_SIZE
-from dmx.kernels.buffers import rows_of, writable_in_place
+from dmx.kernels.triton_launch import launch_backward, launch_forward
 from dmx.kernels.triton_mx import block_offsets, power_of_two
 
 # By bytes of an input element: blocks a program takes and warps it has; see `triton_mx`.
@@ -124,52 +122,11 @@ def _backward_kernel(
 
 def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> Tensor:
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
-    last = x.contiguous()
-    direct = out is not None and writable_in_place(x, out)
-    target = out if direct and out is not None else torch.empty_like(last)
-    _rows, n, n_blocks = rows_of(last)
-    if n_blocks:
-        blocks, warps = FORWARD_TILE[x.element_size()]
-        with torch.cuda.device(x.device):
-            _forward_kernel[(triton.cdiv(n_blocks, blocks),)](
-                last,
-                parameters.contiguous(),
-                target,
-                n,
-                n_blocks,
-                RAGGED=n % BLOCK_SIZE != 0,
-                BLOCKS=blocks,
-                num_warps=warps,
-                enable_fp_fusion=False,
-            )
-    return target if direct or out is None else out.copy_(target)
+    return launch_forward(_forward_kernel, FORWARD_TILE, x, parameters, out)
 
 
 def continuous_fake_quant_backward(
     grad: Tensor, x: Tensor, parameters: Tensor, needs_grad_x: bool
 ) -> tuple[Tensor | None, Tensor]:
     """See `dmx.numerics.continuous_fake_quant_backward`; arguments are checked by the door."""
-    last = x.contiguous()
-    _rows, n, n_blocks = rows_of(last)
-    grad_x = torch.empty_like(last) if needs_grad_x else None
-    if not n_blocks:
-        return grad_x, torch.zeros((), device=x.device)
-    blocks, warps = BACKWARD_TILE[x.element_size()]
-    programs = triton.cdiv(n_blocks, blocks)
-    sums = torch.empty(programs, dtype=torch.float32, device=x.device)
-    with torch.cuda.device(x.device):
-        _backward_kernel[(programs,)](
-            grad.contiguous(),
-            last,
-            parameters.contiguous(),
-            last if grad_x is None else grad_x,
-            sums,
-            n,
-            n_blocks,
-            NEEDS_GRAD_X=needs_grad_x,
-            RAGGED=n % BLOCK_SIZE != 0,
-            BLOCKS=blocks,
-            num_warps=warps,
-            enable_fp_fusion=False,
-        )
-    return grad_x, sums.sum()
+    return launch_backward(_backward_kernel, BACKWARD_TILE, grad, x, parameters, needs_grad_x)
