@@ -14,7 +14,6 @@ from dmx.assignment.budget import Budget
 from dmx.formats import check_choice
 from dmx.models import meta_model
 from dmx.searching import SearchSettings, search_space
-from dmx.searching.config import DESCENDING
 from dmx.weights.config import WEIGHTS
 
 from .reporting.verdicts import verdicts
@@ -72,7 +71,7 @@ def main(cfg: DictConfig) -> float | None:
         pace = Pace(bench, config.plan) if config.pace else None
         config.plan.measure(bench)
         run.pace = None if pace is None else pace.ended()
-        if config.search.name in DESCENDING:
+        if config.search.descends:
             done = Assignment.load(run.path("assignment.json")).search
             run.actual["search"] = {"steps": done.steps, "descent": {"cuda_graph": done.cuda_graph}}
         claims = verdicts(run.measured)

@@ -418,7 +418,7 @@ class SearchConfig(SearchSettings):
         Raises:
             FormatError: search.descent.path=element, and there is none.
         """
-        if "descent" not in USED_BY[self.name]:
+        if not self.descends:
             return {}
         rules, family = self.scale_rules.by_format(), self.format_family
         return {

@@ -7,6 +7,7 @@ stage that follows (`dmx.learn_weights`) starts from the original ones. The full
 compares with keeps these, too.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,7 +18,7 @@ from dmx.models.linears import linear_layers
 from dmx.models.processes import Processes
 from dmx.searching.bank import SearchLinear
 from dmx.searching.config import JointConfig
-from dmx.weights.learned_layers import FlatWeights
+from dmx.weights.learned_layers import FlatWeights, shared_weight
 from dmx.weights.learned_optimizer import AdamW, warm_cosine
 
 
@@ -38,14 +39,11 @@ class JointWeights(FlatWeights):
     ) -> None:
         linears = linear_layers(model)
         weights = {name: linears[name].weight.detach() for name in layers}
-        owners: dict[int, str] = {}
-        for name in weights:
-            owner = owners.setdefault(id(linears[name].weight), name)
-            if owner != name:
-                raise ModelError(
-                    f"search.name=joint: {owner} and {name} share one weight, which would descend twice. "
-                    "Leave them out (search.exclude), or use search.name=differentiable."
-                )
+        if (shared := shared_weight({name: linears[name] for name in weights})) is not None:
+            raise ModelError(
+                f"search.name=joint: {shared[0]} and {shared[1]} share one weight, which would descend "
+                "twice. Leave them out (search.exclude), or use search.name=differentiable."
+            )
         super().__init__(weights, torch.float32)
         self.config, self.steps = config, steps
         self.optimizer = AdamW(self.values, torch.float32, seed)
@@ -66,19 +64,14 @@ class JointWeights(FlatWeights):
     @torch.no_grad()
     def update(self, step: int, processes: Processes) -> Tensor:
         """One step along the gradient; its norm, 0-d float32. No synchronization with the host."""
-        gradient = self.gradient
-        if processes.size > 1:
-            gradient.copy_(processes.mean(gradient))
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0)
         rate = warm_cosine(step, self.steps, self.config.lr, self.config.warmup)
-        self.optimizer.step(gradient, rate, factor[None])
+        norm = self.optimizer.step_clipped(self.gradient, rate, self.config.max_norm, processes)
         self.show()
         return norm
 
     def check_finite(self, norm: float, step: int) -> None:
         """Raise RunError where the gradient's norm is not finite."""
-        if norm != norm or norm in (float("inf"), float("-inf")):
+        if not math.isfinite(norm):
             raise RunError(
                 f"search.name=joint: the gradient of the weights in step {step} is not finite "
                 f"(search.joint.lr={self.config.lr:g}). Lower search.joint.lr or raise search.joint.warmup; "

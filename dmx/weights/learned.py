@@ -50,8 +50,8 @@ from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
 from dmx.weights.learn_config import DTYPES, LearnConfig
+from dmx.weights.learned_blocks import MEMORY_SHARE, BlockLearning, BlockStates
 from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
-from dmx.weights.learned_blocks import BlockLearning, BlockStates
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
 from dmx.weights.learned_optimizer import STATES, AdamW
@@ -59,8 +59,6 @@ from dmx.weights.learned_optimizer import STATES, AdamW
 STATE_FILE = "learning_state.safetensors"
 LOOK_EVERY = 10
 """Steps between looks at the losses on a GPU, each of which waits for the device."""
-MEMORY_SHARE = 0.25
-"""Of the free memory of a GPU that what is kept of the full-precision model may take."""
 HOST_MEMORY = 1 << 30
 """Bytes that it may take on a CPU."""
 
@@ -192,13 +190,11 @@ class _Learning:
 
     def _update(self, loss: Tensor) -> None:
         """One step of the optimizer along the gradient in `masters`."""
-        gradient = self.masters.gradient
         if self.processes.size > 1:
-            gradient.copy_(self.processes.mean(gradient))
             loss = self.processes.mean(loss)
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        factor = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self.optimizer.step(gradient, self.config.rate(self.step), factor[None])
+        norm = self.optimizer.step_clipped(
+            self.masters.gradient, self.config.rate(self.step), self.config.max_norm, self.processes
+        )
         self.history[self.step] = torch.stack([loss, norm])
         self.step += 1
 
@@ -326,23 +322,7 @@ def learn_weights(
     _check(model, assignment)
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
-    facts: dict[str, Any] = {
-        "name": "learned",
-        "steps": config.steps,
-        "lr": config.lr,
-        "warmup": config.warmup,
-        "max_norm": config.max_norm,
-        "seed": config.seed,
-        "inputs": config.inputs,
-        "masters": config.masters,
-        "optimizer_state": config.optimizer_state,
-        "batches": len(learned),
-        "held_batches": len(held),
-        "tokens": (config.steps + config.block_steps) * learned[0].numel(),
-        "batches_sha256": batches_sha256(listed),
-    }
-    if config.block_steps:
-        facts["block_steps"] = config.block_steps
+    facts = _facts(config, learned, held) | {"batches_sha256": batches_sha256(listed)}
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
@@ -396,6 +376,27 @@ def learn_weights(
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
         stored = _store(weights, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
+
+
+def _facts(
+    config: LearnConfig, learned: Sequence[Tensor], held: Sequence[Tensor]
+) -> dict[str, Any]:
+    """What the assignment says of its weights before they learn: all that their numbers depend on."""
+    facts: dict[str, Any] = {
+        "name": "learned",
+        "steps": config.steps,
+        "lr": config.lr,
+        "warmup": config.warmup,
+        "max_norm": config.max_norm,
+        "seed": config.seed,
+        "inputs": config.inputs,
+        "masters": config.masters,
+        "optimizer_state": config.optimizer_state,
+        "batches": len(learned),
+        "held_batches": len(held),
+        "tokens": (config.steps + config.block_steps) * learned[0].numel(),
+    }
+    return facts | ({"block_steps": config.block_steps} if config.block_steps else {})
 
 
 def _check(model: nn.Module, assignment: Assignment) -> None:

@@ -39,7 +39,7 @@ from dmx.weights.traversal import Traversal
 
 STATE_FOLDER = "learning_state"
 MEMORY_SHARE = 0.25
-"""Of the free memory of a GPU that the activations may take; they go to the CPU otherwise."""
+"""Of the free memory of a GPU that what is kept of the full-precision model may take, or of activations."""
 
 
 def block_loss(found: Tensor, wanted: Tensor) -> Tensor:
@@ -219,13 +219,8 @@ class BlockLearning:
             (run,) = self.traversal.block_runs(block, [found[index].to(self.device)])
             loss = block_loss(run(), wanted[index].to(self.device))
             loss.backward()
-            gradient = masters.gradient
-            if self.processes.size > 1:
-                gradient.copy_(self.processes.mean(gradient))
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-            factor = (config.max_norm / (norm + 1e-6)).clamp(max=1.0)
             rate = warm_cosine(step, config.block_steps, config.lr, warmup)
-            optimizer.step(gradient, rate, factor[None])
+            norm = optimizer.step_clipped(masters.gradient, rate, config.max_norm, self.processes)
             losses[step] = loss.detach() + 0 * norm  # not finite where either is not
             if step % 10 == 9:
                 note = f"block {block}, error {float(losses[step]):.2e}"

@@ -209,6 +209,15 @@ class LearningLinear(nn.Linear):
         return result
 
 
+def shared_weight(layers: Mapping[str, nn.Linear]) -> tuple[str, str] | None:
+    """The first two layers with one weight, which would learn twice; None where there are none."""
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        if (owner := owners.setdefault(id(layer.weight), name)) != name:
+            return owner, name
+    return None
+
+
 def starting_weights(
     linears: Mapping[str, nn.Linear], assignment: Assignment
 ) -> dict[str, nn.Linear]:
@@ -218,15 +227,13 @@ def starting_weights(
         ModelError: weights of several dtypes, or one that two layers share.
     """
     learning = {name: linears[name] for name in assignment.quantized}
-    owners: dict[int, str] = {}
+    if (shared := shared_weight(learning)) is not None:
+        raise ModelError(
+            f"{shared[0]} and {shared[1]} share one weight, which would learn twice. Leave them in BF16 "
+            "(search.exclude), or use weights=nearest."
+        )
     first = next(iter(learning))
     for name, layer in learning.items():
-        owner = owners.setdefault(id(layer.weight), name)
-        if owner != name:
-            raise ModelError(
-                f"{owner} and {name} share one weight, which would learn twice. Leave them in BF16 "
-                "(search.exclude), or use weights=nearest."
-            )
         if layer.weight.dtype != learning[first].weight.dtype:
             raise ModelError(
                 f"{name} is {layer.weight.dtype}, {first} {learning[first].weight.dtype}: weights that "

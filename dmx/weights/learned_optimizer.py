@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from dmx.models.processes import Processes
 from dmx.weights.moments import Moments8
 
 CHUNK = 1 << 26
@@ -82,6 +83,19 @@ class AdamW:
             torch.mul(gradient[part], factor, out=wide)
             self._step_part(part, wide, lr)
         self.count += 1
+
+    @torch.no_grad()
+    def step_clipped(
+        self, gradient: Tensor, lr: float, max_norm: float, processes: Processes
+    ) -> Tensor:
+        """One step along the gradient that all processes have together, shortened to `max_norm` where it is
+        longer; its norm before that, 0-d float32. `gradient` becomes the common one; nothing waits for the
+        device."""
+        if processes.size > 1:
+            gradient.copy_(processes.mean(gradient))
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self.step(gradient, lr, (max_norm / (norm + 1e-6)).clamp(max=1.0)[None])
+        return norm
 
     def _step_part(self, part: slice, gradient: Tensor, lr: float) -> None:
         if isinstance(self.first, Moments8) or isinstance(self.second, Moments8):
