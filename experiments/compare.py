@@ -79,9 +79,13 @@ def main(cfg: DictConfig) -> None:
             collect_runs(Path(config.collect), run)
         else:
             bench = Bench.of(
-                run, config, config.weights, config.plan.names,
-                measured=config.eval, safety=config.safety,
-            )  # fmt: skip
+                run,
+                config,
+                config.weights,
+                config.plan.names,
+                measured=config.eval,
+                safety=config.safety,
+            )
             if asked is not None:
                 return print_ablation(bench, config.search, asked, str(config.ablate))
             config.plan.measure(bench, config.baselines)

@@ -49,9 +49,13 @@ class SearchRun(SearchingRun):
         check_choice(self.baseline_weights, BASELINE_WEIGHTS, "baseline_weights")
         check_each("baselines", self.baselines, BASELINES)
         self.plan = SearchPlan(
-            self.search, self.budget, self.baselines, self.weights, self.baseline_weights,
+            self.search,
+            self.budget,
+            self.baselines,
+            self.weights,
+            self.baseline_weights,
             self.evaluation.quantized,
-        )  # fmt: skip
+        )
         self.plan.check(self.calibration.batches)
 
 

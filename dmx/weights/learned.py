@@ -351,9 +351,16 @@ def learn_weights(
             states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
-                model, weights, assignment, rotations, config, DTYPES[config.masters], states,
-                learned, measured,
-            )  # fmt: skip
+                model,
+                weights,
+                assignment,
+                rotations,
+                config,
+                DTYPES[config.masters],
+                states,
+                learned,
+                measured,
+            )
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
         if config.steps:

@@ -114,9 +114,13 @@ class Bench:
 
     @classmethod
     def of(
-        cls, run: Run, config: SearchingRun, weights: Sequence[str], searches: Sequence[str],
+        cls,
+        run: Run,
+        config: SearchingRun,
+        weights: Sequence[str],
+        searches: Sequence[str],
         **options: Any,
-    ) -> "Bench":  # fmt: skip
+    ) -> "Bench":
         """For a command that runs these searches; options as `measured` and `safety` of the class."""
         return cls(
             run,
@@ -175,9 +179,14 @@ class Bench:
         )
 
     def searched(
-        self, config: SearchConfig, budget: Budget, *, name: str, folder: str = "",
+        self,
+        config: SearchConfig,
+        budget: Budget,
+        *,
+        name: str,
+        folder: str = "",
         weights: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Rows of one search. Its files: `name`.json and, if it takes steps or is polished, its
         history, in `folder` of the run's folder.
 

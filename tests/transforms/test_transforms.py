@@ -472,13 +472,13 @@ def test_learning_lowers_the_loss_and_leaves_rotations(make_tiny, tmp_path, dtyp
         parameter.data = parameter.data.to(getattr(torch, dtype))
     before = snapshot(model)
     losses = {}
-    for rate in (0.0, 3.0):
+    for rate in (0.0, 6.0):
         settings = {**LEARN, "steps": 40, "evaluate_every": 39, "rotation_lr": rate}
         config = search_config(**settings)
         result = dmx.search(model, text_batches(), dmx.Budget(4.5), config)
         losses[rate] = result.history[-1]["hard_loss"]
         check_same(model, before)
-    assert losses[3.0] < 0.97 * losses[0.0]
+    assert losses[6.0] < 0.9 * losses[0.0]
     saved = Assignment.load(result.assignment.save(tmp_path / "assignment.json"))
     assert saved.transform["file"] == "transform.safetensors"
     matrices = read_rotations((tmp_path / "transform.safetensors").read_bytes(), "file")

@@ -2,6 +2,7 @@
 
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
+from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.formats import MXFP4, get_family
 from dmx.searching import SearchConfig, uniform_assignment
 
@@ -16,3 +17,9 @@ def mixed(model, rule="floor", units="layer"):
     space = build_space(model, formats, units=units)
     choice = [i % len(formats) for i in range(len(space.units))]
     return make_assignment(space, choice, model, scale_rules=rule)
+
+
+def text_batches(tokenizer, count=16):
+    """(4, 64) tokens each, of text as the tiny models are trained on."""
+    text = encode(tokenizer, load_text(DataConfig(name="embedded", split="calibration")))
+    return token_batches(text, 64, 4, seed=0, n_batches=count)

@@ -16,7 +16,6 @@ import dmx
 from dmx.applying.linear import quantized_layers
 from dmx.applying.stored import from_bytes
 from dmx.assignment.assignment import Assignment
-from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
 from dmx.formats import MXFP4, SCALE_RULES
 from dmx.numerics import fake_quant
@@ -27,7 +26,7 @@ from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW, round_stochastically
 from tests.forked import Forked
-from tests.weights.helpers import mixed, uniform
+from tests.weights.helpers import mixed, text_batches, uniform
 
 BATCHES = list(torch.randint(0, 257, (6, 2, 32), generator=torch.Generator().manual_seed(1)))
 SHORT = {"steps": 6, "warmup": 2, "lr": 1e-3}
@@ -55,9 +54,7 @@ def mean_kl(model, assignment, batches):
 
 @pytest.mark.parametrize("transform", ["none", "hadamard_block", "hadamard_full"])
 def test_kl_on_held_batches_falls(transform, tiny_trained):
-    model, tokenizer = tiny_trained.model, tiny_trained.tokenizer
-    text = encode(tokenizer, load_text(DataConfig(name="embedded", split="calibration")))
-    batches = token_batches(text, 64, 4, seed=0, n_batches=16)
+    model, batches = tiny_trained.model, text_batches(tiny_trained.tokenizer)
     assignment = uniform(model, transform=transform)
     config = LearnConfig(steps=30, warmup=5, lr=5e-4)
     done = learn_weights(model, assignment, batches, config)

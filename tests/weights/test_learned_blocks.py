@@ -12,18 +12,15 @@ from dmx.weights import learned_blocks
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
 from dmx.weights.learned_blocks import STATE_FOLDER, BlockLearning, block_loss
-from tests.weights.test_learned import BATCHES, mean_kl, mixed, uniform
+from tests.weights.helpers import mixed, text_batches, uniform
+from tests.weights.test_learned import BATCHES, mean_kl
 
 SHORT = {"steps": 0, "block_steps": 6, "lr": 1e-3}
 
 
 @pytest.mark.parametrize("transform", ["none", "hadamard_block", "hadamard_full"])
 def test_kl_on_held_batches_falls_without_a_step_end_to_end(transform, tiny_trained):
-    from dmx.data import DataConfig, encode, load_text, token_batches
-
-    model, tokenizer = tiny_trained.model, tiny_trained.tokenizer
-    text = encode(tokenizer, load_text(DataConfig(name="embedded", split="calibration")))
-    batches = token_batches(text, 64, 4, seed=0, n_batches=16)
+    model, batches = tiny_trained.model, text_batches(tiny_trained.tokenizer)
     assignment = uniform(model, transform=transform)
     config = LearnConfig(steps=0, warmup=2, block_steps=40, lr=5e-4)
     done = learn_weights(model, assignment, batches, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ SPARE_LOOKS = (
 )  # fmt: skip
 """Colour and mark."""
 LONGEST_NAME = 50
-"""Characters of a name beside its line; longer ones would leave the axes no room and go below them."""
+"""Characters of a name beside its line; longer ones would leave the axes no room and stand above them."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         if zoom and widest <= LONGEST_NAME:
             _place_labels(figure, axes, labels)
         elif zoom:
+            for handle in handles:
+                handle.set_label(textwrap.fill(str(handle.get_label()), LONGEST_NAME))
             legend(axes, handles, columns=1)
         else:
             axes.margins(x=0.06, y=0.14)
