@@ -60,14 +60,14 @@ class Assignment:
     """layer name -> (out_features, in_features)"""
     bits: Mapping[str, float]
     """element_bits, bits_per_element (averages of the quantized layers; where `input_formats` differ
-    from `formats`, of weights and inputs alike), whole_model_bits_per_element (what is stored: weights
-    alone)"""
+    from `formats`, of weights and inputs alike, but for `search.input_format`, which does not count),
+    whole_model_bits_per_element (what is stored: weights alone)"""
     unquantized: tuple[str, ...] = ()
     units: str = "fused"
     scale_rules: ScaleRules = field(default_factory=dict)
     """operand -> format name -> rule; `floor` where nothing is said. See `rule`."""
     input_formats: Mapping[str, str] | None = None
-    """layer name -> format name of the input; None: as `formats`."""
+    """layer name -> format name of the input, bf16 where it is left alone; None: as `formats`."""
     transform: Mapping[str, Any] | None = None
     """name, facts, and where it has tensors file and sha256; None: none."""
     weights: Mapping[str, Any] | None = None
@@ -218,14 +218,17 @@ class Assignment:
         both = {k: (f, self.format_of("input", k)) for k, f in self.block_formats("weight").items()}
         return {k: formats for k, formats in both.items() if formats[0] != formats[1]}
 
-    def average_bits(self, operands: Sequence[Operand] = OPERANDS) -> dict[str, float]:
+    def average_bits(self, operands: Sequence[Operand] | None = None) -> dict[str, float]:
         """Average bits by weight elements in both units, from formats and shapes alone.
 
         A weight element is one multiply-accumulate of a token, so weights and inputs weigh alike.
 
         Args:
-            operands: whose formats count; where inputs are as the weights, it makes no difference.
+            operands: whose formats count, None: those that were chosen; where inputs are as the weights,
+                it makes no difference.
         """
+        if operands is None:
+            operands = OPERANDS if self.search.input_format is None else OPERANDS[:1]
         counted = [
             (self.shapes[k][0] * self.shapes[k][1], block_format)
             for operand in (operands if self.input_formats is not None else OPERANDS[:1])
@@ -331,6 +334,7 @@ def make_assignment(
             search or SearchFacts(),
             weighting=space.weighting,
             choices="separate" if space.is_separate else "joint",
+            input_format=None if space.input_format is None else space.input_format.name,
             shared_weights=counted != quantized,
         ),
     )

@@ -11,7 +11,7 @@ from dmx.formats import BIT_UNITS, BitUnit, check_choice
 @dataclass
 class Budget:
     """Upper bound of the average bits of the quantized weights; of both operands where they choose
-    separately."""
+    separately. Inputs in one fixed format do not count."""
 
     limit: float
     """> 0, in `unit`."""

@@ -20,6 +20,9 @@ class SearchFacts:
     """What a layer counts in the averages of `Assignment.bits`: its weight elements, or one."""
     choices: Literal["joint", "separate"] = "joint"
     """separate: weights and inputs of a unit chose their formats apart."""
+    input_format: str | None = None
+    """The format of every input, where the weights' alone were chosen; the averages of `Assignment.bits`
+    then count weights alone."""
     shared_weights: bool = False
     """Some layers share one weight, which the averages count once."""
     tool: str | None = None

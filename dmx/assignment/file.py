@@ -220,7 +220,7 @@ def _arguments(body: Mapping[str, Any], source: str) -> dict[str, Any]:
     inputs = body["input_formats"]
     formats = {k: get_format(v, setting=f"{source}: {k}").name for k, v in body["formats"].items()}
     if inputs is not None:
-        inputs = {k: get_block_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
+        inputs = {k: get_format(v, setting=f"{source}: {k}").name for k, v in inputs.items()}
     rules = _parse_rules(body["scale_rules"], source)
     return {key: body[key] for key in FIELDS} | {
         "formats": formats,

@@ -10,6 +10,9 @@ With separate choices a unit sets the format of the weights or of the inputs alo
 the average. A token's multiply-accumulates of a layer are as many as its weight elements, whichever
 operand is looked at, so both weigh the same, and a choice that is alike for both has the same average
 as the joint choice.
+
+With an input format all inputs have that one: a unit sets the format of the weights alone, and they alone
+count in the average.
 """
 
 import warnings
@@ -28,6 +31,7 @@ from dmx.formats import (
     OPERANDS,
     BitUnit,
     BlockFormat,
+    Format,
     Operand,
     Unquantized,
     check_choice,
@@ -72,6 +76,8 @@ class SearchSpace:
     weighting: Weighting = "elements"
     model_elements: int = 0
     """Parameters of the whole model, shared ones once."""
+    input_format: Format | None = None
+    """Of every input, those of fixed layers included; None: units set the formats of inputs, too."""
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -87,7 +93,7 @@ class SearchSpace:
     @cached_property
     def is_separate(self) -> bool:
         """Whether weights and inputs choose separately."""
-        return any(unit.operands != OPERANDS for unit in self.units)
+        return any(unit.operands == ("input",) for unit in self.units)
 
     @cached_property
     def _fixed_weights(self) -> dict[str, int]:
@@ -120,7 +126,7 @@ class SearchSpace:
         return self.average([0] * n, unit), self.average([top] * n, unit)
 
     def unit_of(self, operand: Operand) -> dict[str, int]:
-        """layer name -> index of the unit that sets this operand."""
+        """layer name -> index of the unit that sets this operand; {} where no unit does."""
         return {
             layer: index
             for index, unit in enumerate(self.units)
@@ -132,6 +138,8 @@ class SearchSpace:
         self, choice: Sequence[int] | np.ndarray, operand: Operand = "weight"
     ) -> dict[str, str]:
         """layer name -> format name, fixed layers included, in the order of the model."""
+        if operand == "input" and self.input_format is not None:
+            return dict.fromkeys(self.shapes, self.input_format.name)
         chosen = {
             layer: self.formats[int(choice[index])].name
             for layer, index in self.unit_of(operand).items()
@@ -192,11 +200,13 @@ def build_space(
     include_lm_head: bool = False,
     weighting: Weighting = "elements",
     choices: Choices = "joint",
+    input_format: str | Format | None = None,
 ) -> SearchSpace:
     """Units of a model; works on a meta-device model, since it reads shapes only.
 
     Args:
         choices: separate makes two units, `name:weight` and `name:input`, of each.
+        input_format: of every input; units are then `name:weight` alone.
         exclude: globs of layers that stay in BF16.
         fixed: glob -> format of layers that are not searched; the first match counts.
 
@@ -236,11 +246,12 @@ def build_space(
         )
 
     built = _joint_units(linears, searched, units, weighting)
-    if choices == "separate":
+    if choices == "separate" or input_format is not None:
+        operands = OPERANDS if input_format is None else OPERANDS[:1]
         built = [
             replace(unit, name=f"{unit.name}:{operand}", operands=(operand,))
             for unit in built
-            for operand in OPERANDS
+            for operand in operands
         ]
     # A weight that a searched layer shares is counted there.
     sizes = own_elements(linears, [*searched, *fixed_formats])
@@ -254,6 +265,9 @@ def build_space(
         unquantized=tuple(unquantized),
         weighting=weighting,
         model_elements=sum(p.numel() for p in model.parameters()),
+        input_format=None
+        if input_format is None
+        else get_format(input_format, setting="search.input_format"),
     )
 
 

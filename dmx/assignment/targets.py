@@ -118,7 +118,7 @@ def obstacles(
 
     Args:
         formats, unquantized: those of a whole assignment.
-        inputs: its input_formats, where inputs are quantized, too.
+        inputs: its input_formats, where inputs are quantized, too; those in bf16 are left alone anywhere.
     """
     used = set(formats.values()) - {"bf16"}
     reasons = []
@@ -129,7 +129,7 @@ def obstacles(
     fused = target.needs_fused_units or loader.needs_fused_units
     if fused and (split := split_groups(formats, unquantized)):
         reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
-    unequal = {k: f for k, f in (inputs or {}).items() if f != formats[k]}
+    unequal = {k: f for k, f in (inputs or {}).items() if f not in (formats[k], "bf16")}
     if unheld := sorted(set(unequal.values()) - loader.input_formats):
         reasons.append(
             f"{loader.name} does not run inputs in {_join(unheld)} beside weights in another format "

@@ -52,8 +52,10 @@ def _bits_table(plan: Plan) -> list[str]:
         if counts[n]
     ]
     bits, weights = assignment.bits, assignment.average_bits(["weight"])
-    apart = ""
-    if unequal := assignment.unequal:
+    apart, of_inputs = "", assignment.search.input_format
+    if of_inputs is not None:
+        apart = f" Chosen for inputs in {of_inputs}, which do not count."
+    elif unequal := assignment.unequal:
         apart = (
             f" {len(unequal)} layers have an input in another format than the weight, and both count: "
             f"weights alone take {weights['element_bits']:.4f} element bits."

@@ -16,7 +16,7 @@ from dmx.exporting import compressed_tensors, quark, torchao
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
-from dmx.formats import check_choice
+from dmx.formats import BF16, check_choice
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
 
 LAYOUTS: dict[str, Layout] = {
@@ -110,10 +110,14 @@ def make_plan(
 
 def _warn_of_inputs(assignment: Assignment) -> None:
     """Of what files of weights alone lose that the assignment was made for."""
-    if unequal := assignment.unequal:
+    unequal = [k for k, (_, of_input) in assignment.unequal.items() if of_input is not BF16]
+    if unequal:
+        counted = ", and both count in the assignment's bits"
+        if assignment.search.input_format is not None:
+            counted = f" ({assignment.search.input_format})"
         warnings.warn(
-            f"inputs=false: {len(unequal)} layers have an input in another format than the weight, "
-            "and both count in the assignment's bits; the files hold the weights alone, at "
+            f"inputs=false: {len(unequal)} layers have an input in another format than the weight"
+            f"{counted}; the files hold the weights alone, at "
             f"{assignment.average_bits(['weight'])['element_bits']:.4f} element_bits. Set "
             "inputs=true to have the runtime quantize inputs.",
             stacklevel=3,
@@ -173,11 +177,20 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
         return
     layer, (weight, of_input) = next(iter(refused.items()))
     setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    if of_input is BF16:
+        way_out = "inputs=false"
+        if target == "torchao":
+            way_out = "inputs=false with target=compressed_tensors or quark"
+        raise FormatError(
+            f"{setting}, inputs=true: the assignment leaves inputs in bf16 ({len(refused)} layers, first "
+            f"{layer}), and the runtime would quantize them. Use {way_out}."
+        )
     can = f"in {', '.join(sorted(held))} alone" if held else "in none"
     raise FormatError(
         f"{setting}, inputs=true: runs inputs {can} beside a weight in another format; {len(refused)} "
         f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use target=quark, "
-        "target=assignment or inputs=false, or search again with search.choices=joint."
+        "target=assignment or inputs=false, or search again with search.choices=joint and "
+        "search.input_format=null."
     )
 
 

@@ -21,7 +21,7 @@ from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.compressed_tensors import LAYOUT as COMPRESSED_TENSORS
 from dmx.exporting.layouts import layers_of, left_in_bf16
 from dmx.files import write_text
-from dmx.formats import BlockFormat
+from dmx.formats import BF16, BlockFormat
 
 AUTO_ROUND_TYPES = {
     "mxfp4": "mx_fp",
@@ -43,13 +43,13 @@ LLAMA_CPP_NAMES = {
 
 
 def _check_equal(assignment: Assignment, target: str) -> None:
-    """Raise FormatError for a target that names one format a layer."""
-    if unequal := assignment.unequal:
+    """Raise FormatError for a target that names one format a layer; an input in bf16 needs no name."""
+    if unequal := {k: both for k, both in assignment.unequal.items() if both[1] is not BF16}:
         layer, (weight, of_input) = next(iter(unequal.items()))
         raise FormatError(
             f"target={target} names one format for a layer; {len(unequal)} have two, first {layer}: "
             f"weight {weight}, input {of_input}. Use target=modelopt or auto_round, or search again "
-            "with search.choices=joint."
+            "with search.choices=joint and search.input_format=null."
         )
 
 
@@ -71,7 +71,9 @@ def _llm_compressor(assignment: Assignment) -> str:
 
 
 def _modelopt(assignment: Assignment) -> str:
-    def quantizer(block_format: BlockFormat) -> dict[str, Any]:
+    def quantizer(block_format: BlockFormat | None) -> dict[str, Any]:
+        if block_format is None:
+            return {"enable": False}
         element = block_format.element
         return {
             "num_bits": [element.exponent_bits, element.mantissa_bits],
@@ -83,7 +85,7 @@ def _modelopt(assignment: Assignment) -> str:
     inputs = assignment.block_formats("input")
     for layer, block_format in assignment.block_formats("weight").items():
         config[f"{layer}.weight_quantizer"] = quantizer(block_format)
-        config[f"{layer}.input_quantizer"] = quantizer(inputs[layer])
+        config[f"{layer}.input_quantizer"] = quantizer(inputs.get(layer))
     return json.dumps({"quant_cfg": config, "algorithm": None}, indent=1) + "\n"
 
 
@@ -91,18 +93,22 @@ def _auto_round(assignment: Assignment) -> str:
     layers: dict[str, Any] = {}
     inputs = assignment.block_formats("input")
     for layer, block_format in assignment.block_formats("weight").items():
-        of_inputs = inputs[layer]
+        of_inputs = inputs.get(layer)
         layers[layer] = {
             "bits": int(block_format.element_bits),
             "group_size": block_format.block_size,
             "sym": True,
             "data_type": AUTO_ROUND_TYPES[block_format.name],
-            "act_bits": int(of_inputs.element_bits),
-            "act_group_size": of_inputs.block_size,
-            "act_sym": True,
-            "act_dynamic": True,
-            "act_data_type": AUTO_ROUND_TYPES[of_inputs.name],
+            "act_bits": 16,
         }
+        if of_inputs is not None:
+            layers[layer] |= {
+                "act_bits": int(of_inputs.element_bits),
+                "act_group_size": of_inputs.block_size,
+                "act_sym": True,
+                "act_dynamic": True,
+                "act_data_type": AUTO_ROUND_TYPES[of_inputs.name],
+            }
     layers |= {name: {"bits": 16, "act_bits": 16} for name in left_in_bf16(assignment)}
     return json.dumps(layers, indent=1) + "\n"
 

@@ -4,7 +4,7 @@ The layers see 0-d views of the annealed offsets; the raw offsets are a paramete
 module tree of the model never holds it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from dmx.formats import (
     AskedPath,
     BlockFormat,
     Family,
+    Format,
     Operand,
     ScaleRule,
 )
@@ -36,7 +37,8 @@ class Bank:
 
     mode "full": unquantized. "soft": the continuous quantizer at `offsets`. "formats": the exact
     quantizer of `formats[unit]`, None for an unquantized unit. "units": so, but for fixed layers.
-    A layer asks for the unit of its weight and for that of its input, which mostly are one.
+    A layer asks for the unit of its weight and for that of its input, which mostly are one. Where all inputs
+    have one format, they are in it in the modes "soft" and "formats".
     """
 
     def __init__(
@@ -45,8 +47,10 @@ class Bank:
         family: Family,
         scale_rules: ScaleRules | ScaleRule,
         path: AskedPath = "auto",
+        input_format: Format | None = None,
     ) -> None:
         self.family, self.path = family, path
+        self.input_format = input_format
         self.scale_rules = scale_rules
         self.mode = "full"
         self.offsets: tuple[Tensor, ...] = ()
@@ -62,12 +66,18 @@ class Bank:
         rule = rule_of(self.scale_rules, operand, block_format)
         return ops.fake_quant(x, block_format, scale_rule=rule)
 
+    def fixed_input(self, x: Tensor) -> Tensor:
+        """x in the format of all inputs."""
+        if not isinstance(self.input_format, BlockFormat):
+            return x
+        return self.quantized(x, self.input_format, "input")
+
     def set_soft(self, offsets: Tensor) -> None:
         """offsets: (U,) float32, with the graph back to the raw offsets."""
         self.mode = "soft"
         self.offsets = offsets.unbind(0)
         by_rules: dict[tuple[ScaleRule, ...], tuple[Tensor, ...]] = {}
-        for operand in OPERANDS:
+        for operand in OPERANDS if self.input_format is None else OPERANDS[:1]:
             rules = rules_of(self.scale_rules, operand, self.family.formats)
             if rules not in by_rules:
                 rows = continuous_parameters(offsets, self.family, rules, self.path)
@@ -99,6 +109,8 @@ class _SoftLinear(torch.autograd.Function):
     Args:
         offset: of the weight; its `parameters` are the row of `continuous_parameters`.
         input_offset: None: that of the weight, whose gradient is then of both.
+        input_parameters: of the input, or what quantizes it to a format that is not searched, which the
+            gradient passes straight through.
         place: where the gradient by the weight is added, straight through; None: nowhere.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
@@ -114,17 +126,21 @@ class _SoftLinear(torch.autograd.Function):
         offset: Tensor,
         parameters: Tensor,
         input_offset: Tensor | None,
-        input_parameters: Tensor,
+        input_parameters: Tensor | Callable[[Tensor], Tensor],
         matrix: Tensor | None,
         place: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, parameters, input_parameters, matrix)
-        ctx.is_joint = input_offset is None
+        is_searched = isinstance(input_parameters, Tensor)
+        ctx.save_for_backward(
+            x, weight, parameters, input_parameters if is_searched else None, matrix
+        )
+        ctx.fixed = None if is_searched else input_parameters
+        ctx.is_joint = is_searched and input_offset is None
         ctx.place = place
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
-            ops.continuous_fake_quant(x, input_parameters),
+            _soft_input(x, input_parameters),
             ops.continuous_fake_quant(weight, parameters),
             bias,
         )
@@ -140,7 +156,7 @@ class _SoftLinear(torch.autograd.Function):
             rotated_x, rotated_weight = rotate(x, matrix), rotate(weight, matrix)
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
-        quantized_x = ops.continuous_fake_quant(rotated_x, input_parameters)
+        quantized_x = _soft_input(rotated_x, ctx.fixed or input_parameters)
         product = flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1])
         if ctx.place is not None:
             ctx.place.add_(product)
@@ -150,20 +166,31 @@ class _SoftLinear(torch.autograd.Function):
             parameters,
             needs_grad_x=is_rotated,
         )
-        grad_x, by_input = ops.continuous_fake_quant_backward(
-            grad @ ops.continuous_fake_quant(rotated_weight, parameters),
-            rotated_x,
-            input_parameters,
-            needs_grad_x=is_rotated or ctx.needs_input_grad[0],
-        )
+        grad_input = grad @ ops.continuous_fake_quant(rotated_weight, parameters)
+        grad_x: Tensor | None = grad_input
+        by_input: Tensor | None = None
+        if ctx.fixed is None:
+            grad_x, by_input = ops.continuous_fake_quant_backward(
+                grad_input,
+                rotated_x,
+                input_parameters,
+                needs_grad_x=is_rotated or ctx.needs_input_grad[0],
+            )
         grad_matrix = None
         if is_rotated:
             assert grad_x is not None and grad_weight is not None
             grad_matrix = by_rotation(x, grad_x) + by_rotation(weight, grad_weight)
             grad_x = rotate(grad_x, matrix.mT)
         if ctx.is_joint:
+            assert by_input is not None
             return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix, None
         return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None
+
+
+def _soft_input(x: Tensor, parameters: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    if isinstance(parameters, Tensor):
+        return ops.continuous_fake_quant(x, parameters)
+    return parameters(x)
 
 
 class BankLinear(nn.Linear):
@@ -197,14 +224,19 @@ class SearchLinear(BankLinear):
     """A layer whose format is set through the bank."""
 
     weight_unit: int
-    input_unit: int
+    input_unit: int | None
+    """None: all inputs have one format."""
 
     def forward(self, x: Tensor) -> Tensor:
         bank = self.bank
         if bank.mode == "soft":
             if self.input_transform is not None:
                 x = self.input_transform(x)
-            is_joint = self.input_unit == self.weight_unit
+            offset: Tensor | None = None
+            inputs: Tensor | Callable[[Tensor], Tensor] = bank.fixed_input
+            if (unit := self.input_unit) is not None:
+                inputs = bank.parameters["input"][unit]
+                offset = None if unit == self.weight_unit else bank.offsets[unit]
             weight, place = (self.weight, None) if self.learning is None else self.learning
             result: Tensor = _SoftLinear.apply(
                 x,
@@ -212,8 +244,8 @@ class SearchLinear(BankLinear):
                 self.bias,
                 bank.offsets[self.weight_unit],
                 bank.parameters["weight"][self.weight_unit],
-                None if is_joint else bank.offsets[self.input_unit],
-                bank.parameters["input"][self.input_unit],
+                offset,
+                inputs,
                 self.matrix(),
                 place,
             )
@@ -226,7 +258,9 @@ class SearchLinear(BankLinear):
             )
         return F.linear(x, weight, self.bias)
 
-    def _quantized(self, x: Tensor, unit: int, operand: Operand) -> Tensor:
+    def _quantized(self, x: Tensor, unit: int | None, operand: Operand) -> Tensor:
+        if unit is None:
+            return self.bank.fixed_input(x) if self.bank.mode == "formats" else x
         block_format = self.bank.formats[unit]
         return x if block_format is None else self.bank.quantized(x, block_format, operand)
 
@@ -244,7 +278,11 @@ class FixedLinear(BankLinear):
 
     def _quantized(self, x: Tensor, operand: Operand) -> Tensor:
         """Straight through: the quantized value, the gradient of x."""
-        value = self.bank.quantized(x.detach(), self.block_format, operand)
+        bank, value = self.bank, x.detach()
+        if operand == "input" and bank.input_format is not None:
+            value = bank.fixed_input(value)
+        else:
+            value = bank.quantized(value, self.block_format, operand)
         return x + (value - x.detach()) if x.requires_grad else value
 
 
@@ -265,7 +303,7 @@ def searching_model(
         learned: rotations of the inputs of all these layers, which are then not transformed.
         path: of the continuous quantizer.
     """
-    bank = Bank(len(space.units), family, scale_rules, path)
+    bank = Bank(len(space.units), family, scale_rules, path, space.input_format)
     bank.learned = learned
     weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
 
@@ -273,7 +311,7 @@ def searching_model(
         layer: SearchLinear | FixedLinear
         if name in weight_unit:
             layer = adopt(SearchLinear, linear)
-            layer.weight_unit, layer.input_unit = weight_unit[name], input_unit[name]
+            layer.weight_unit, layer.input_unit = weight_unit[name], input_unit.get(name)
         elif name in space.fixed:
             layer = adopt(FixedLinear, linear)
             layer.block_format = space.fixed[name]

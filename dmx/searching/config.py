@@ -8,7 +8,7 @@ from typing import Any, get_args
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig, rules_of
 from dmx.assignment.space import Choices, Units, Weighting
-from dmx.assignment.targets import SEARCH_TARGETS
+from dmx.assignment.targets import SEARCH_TARGETS, Loader
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
     BF16,
@@ -185,6 +185,9 @@ class SearchSettings:
     choices: Choices = "joint"
     """joint: weight and input of a unit share one format. separate: each has a choice of its own, and
     both count in the budget."""
+    input_format: str | None = None
+    """A format, or bf16, of every input of the assigned layers; units then choose the format of their
+    weights alone, and the budget counts weights alone. null: inputs are chosen, too (`choices`)."""
     weighting: Weighting = "elements"
     """What the average counts: weight elements, or every layer as one."""
     exclude: list[str] = field(default_factory=list)
@@ -237,8 +240,20 @@ class SearchSettings:
                 f"search.exclude must be a list of globs and search.fixed a dict of glob -> format, "
                 f"got {self.exclude!r} and {self.fixed!r}"
             )
+        self._check_inputs()
         self._check_transform()
         self._check_target()
+
+    def _check_inputs(self) -> None:
+        if self.input_format is None:
+            return
+        where = "search.input_format"
+        self.input_format = get_format(self.input_format, setting=where).name
+        if self.choices == "separate":
+            raise SearchConfigError(
+                f"{where}={self.input_format} with search.choices=separate: inputs either all have "
+                f"that format, or a choice each. Use search.choices=joint, or {where}=null."
+            )
 
     def _check_transform(self) -> None:
         for name, transform in (("residual_block", "hadamard_full"), ("rotation", "learned")):
@@ -275,6 +290,7 @@ class SearchSettings:
                 f"search.family={self.format_family}. Families that it loads: "
                 f"{', '.join(fitting) or 'none'}, and lists of {', '.join(sorted(target.formats))}."
             )
+        self._check_input_target(target)
         if self.choices == "separate":
             alone = [
                 f.name for f in self.format_family.formats if f.name not in target.input_formats
@@ -294,6 +310,20 @@ class SearchSettings:
                     f"search.target={self.target} cannot load {fixed} of search.fixed[{pattern!r}]. "
                     f"It loads: bf16, {', '.join(sorted(target.formats))}."
                 )
+
+    def _check_input_target(self, target: Loader) -> None:
+        """Raise FormatError where the runtime cannot run inputs in `input_format` beside all weights."""
+        held, asked = target.input_formats, self.input_format
+        others = {f.name for f in self.format_family.formats} - {asked}
+        if asked in (None, BF16.name, *held):
+            return
+        names = ", ".join(sorted(held | {BF16.name}))
+        raise FormatError(
+            f"search.input_format={asked}: {target.name} of search.target={self.target} cannot run "
+            f"inputs in it beside weights in {', '.join(sorted(others))}. Beside weights in another "
+            f"format it takes inputs in {names}. Use one of these, search.input_format=null, or "
+            "search.target=any."
+        )
 
     # --- what a search uses --------------------------------------------------------------------
 
@@ -413,7 +443,8 @@ class SearchConfig(SearchSettings):
 
     @property
     def paths(self) -> dict[Operand, SoftPath]:
-        """Path of the continuous quantizer for each operand; none where nothing descends.
+        """Path of the continuous quantizer for each operand; none where nothing descends, nor for inputs
+        in one format.
 
         Raises:
             FormatError: search.descent.path=element, and there is none.
@@ -423,7 +454,7 @@ class SearchConfig(SearchSettings):
         rules, family = self.scale_rules.by_format(), self.format_family
         return {
             o: soft_path(family, rules_of(rules, o, family.formats), self.descent.path)
-            for o in OPERANDS
+            for o in (OPERANDS if self.input_format is None else OPERANDS[:1])
         }
 
     def summary(self) -> SearchFacts:

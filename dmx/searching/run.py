@@ -53,6 +53,7 @@ def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
         include_lm_head=config.include_lm_head,
         weighting=config.weighting,
         choices=config.choices,
+        input_format=config.input_format,
     )
     if config.rotation.file is not None:
         asked_transform(config, space)

@@ -215,10 +215,10 @@ def _add_fisher(
     totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
-    sides: tuple[tuple[Tensor, int, Operand], ...] = (
+    sides: tuple[tuple[Tensor, int | None, Operand], ...] = (
         (x, layer.input_unit, "input"), (layer.weight, layer.weight_unit, "weight")
     )  # fmt: skip
-    for unit in sorted({layer.weight_unit, layer.input_unit}):
+    for unit in sorted({unit for _, unit, _ in sides if unit is not None}):
         for column, block_format in enumerate(formats):
             operands = (
                 layer.bank.quantized(t, block_format, operand) if own == unit else t

@@ -10,7 +10,7 @@ from dmx.formats import FORMATS
 
 from .groups import Group
 from .html import Html, el, scroll_table
-from .maps import operand_formats
+from .maps import chosen_formats
 from .projections import locate
 from .reading import Assignments
 from .record import Limit, budget_text
@@ -21,9 +21,9 @@ def _sizes(assignment: Mapping[str, Any]) -> dict[str, int]:
 
 
 def agreement(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Share of the weights, and of the inputs by the weights, that two assignments of one model give
-    the same format, 0 to 1."""
-    sizes, (ours, theirs) = _sizes(a), (operand_formats(x) for x in (a, b))
+    """Share of the weights, and of the inputs by the weights where they were chosen, that two assignments
+    of one model give the same format, 0 to 1."""
+    sizes, (ours, theirs) = _sizes(a), (chosen_formats(x) for x in (a, b))
     same = sum(n for k, n in sizes.items() for o in ours if ours[o][k] == theirs[o].get(k))
     return same / (len(ours) * sum(sizes.values()))
 
@@ -33,7 +33,7 @@ def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
     1."""
     bits = [
         {k: FORMATS[f].element_bits for k, f in formats.items()}
-        for formats in operand_formats(assignment).values()
+        for formats in chosen_formats(assignment).values()
     ]
     low = min(min(of.values()) for of in bits)
     total: Counter[str] = Counter()
@@ -48,14 +48,14 @@ def raised_by_projection(assignment: Mapping[str, Any]) -> dict[str, float]:
 
 def agreement_section(groups: Sequence[Group], assignments: Assignments) -> list[Html] | None:
     """For each budget: how much two searches agree, and where each spends its bits (first seed)."""
-    by_budget: dict[tuple[Limit, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    by_budget: dict[tuple[Limit, str, str | None], list[tuple[str, Mapping[str, Any]]]] = {}
     for group in groups:
         path = group.rows[0].assignment
         if group.method.is_searched and path is not None and group.budget:
-            key = group.budget, group.method.choices
+            key = group.budget, group.method.choices, group.method.input_format
             by_budget.setdefault(key, []).append((group.name, assignments[path]))
     parts: list[Html] = []
-    for (budget, _), searches in by_budget.items():
+    for (budget, _, _), searches in by_budget.items():
         if len(searches) < 2 or len({frozenset(a["formats"]) for _, a in searches}) > 1:
             continue
         projections = list(raised_by_projection(searches[0][1]))

@@ -132,6 +132,12 @@ SEPARATE_NOTE = (
 )
 
 
+INPUTS_NOTE = (
+    "Where a label names the format of the inputs, every input has it; weights alone were chosen, and "
+    "their bits alone count."
+)
+
+
 def bits_unit(groups: Iterable[Group]) -> str:
     """The unit that most budgets name; element_bits without any budget."""
     units = Counter(group.budget.unit for group in groups if group.budget)

@@ -35,6 +35,18 @@ def operand_formats(assignment: Mapping[str, Any]) -> dict[str, Mapping[str, str
     return {"weight": formats, "input": assignment.get("input_formats") or formats}
 
 
+def chosen_formats(assignment: Mapping[str, Any]) -> dict[str, Mapping[str, str]]:
+    """Those of `operand_formats` that were chosen: without inputs in one fixed format."""
+    formats = operand_formats(assignment)
+    return {"weight": formats["weight"]} if fixed_inputs(assignment) else formats
+
+
+def fixed_inputs(assignment: Mapping[str, Any]) -> str | None:
+    """The format of every input, where the weights' formats alone were chosen."""
+    name: str | None = (assignment.get("search") or {}).get("input_format")
+    return name
+
+
 def format_map(formats: Mapping[str, str]) -> Html:
     """Blocks x projections; a cell with several layers of different formats is striped and tells
     the counts.
@@ -130,7 +142,9 @@ def _map_box(group: Group, row: Row, assignment: Mapping[str, Any]) -> Html:
     seed = f", seed {row.seed}" if len(group.rows) > 1 and row.seed is not None else ""
     caption = [el("strong", group.name), f"{budget_suffix(group)}{seed}"]
     shown, shapes = operand_formats(assignment), assignment.get("shapes") or {}
-    if not assignment.get("input_formats"):
+    if name := fixed_inputs(assignment):
+        caption += [el("br"), f"inputs {name}"]
+    if name or not assignment.get("input_formats"):
         caption += [el("br"), _format_shares(shown["weight"], shapes)]
         pictures: list[Html] = [format_map(shown["weight"])]
     else:

@@ -31,7 +31,7 @@ _SHARED = ("family", "weighting", "exclude", "fixed", "include_lm_head", "target
 DESCENT = "descent."
 """What names of a descent's settings are shown without: nothing else has such names."""
 _NEVER = (
-    "name", "seed", "units", "choices", "transform", "rotation.file", "scale_rule", "allow_unsearched",
+    "name", "seed", "units", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
     "descent.path",
     "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
     "descent.checkpoint_every",

@@ -132,6 +132,13 @@ class Method(Stored):
         title=lambda name: "" if name == "joint" else f"{name} choices",
     )
     """joint: weight and input of a unit share a format. separate: each has its own, both count."""
+    input_format: str | None = dimension(
+        None,
+        label=lambda name: f"inputs {name}",
+        join=", ",
+        title=lambda name: "" if name is None else f"inputs {name}",
+    )
+    """Of every input, where the formats of weights alone were chosen, and weights alone count."""
     scale_rules: str = dimension("floor", label=lambda rules: f"scales {rules}", join=", ")
     """The scale rule, or `weight: ..., input: ...` where they differ (`scale_rules_text`)."""
     settings: str = dimension("", label=str, join=" ", compared=False)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from .differences import difference_to, reference_name
 from .groups import (
+    INPUTS_NOTE,
     SEPARATE_NOTE,
     Group,
     RecipeGroup,
@@ -202,4 +203,6 @@ def _results_table(groups: Sequence[Group]) -> Html:
     if len(measured) == 1:
         windows, tokens = measured.pop()
         caption += f"Measured on {tokens:,} tokens in {windows:,} windows."
+    if any(group.method.input_format for group in groups):
+        caption += f" {INPUTS_NOTE}"
     return el("div", scroll_table(head, body), el("p", caption, cls="note"))

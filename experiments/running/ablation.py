@@ -32,8 +32,9 @@ def print_ablation(
     except (KeyError, ValueError) as error:
         raise AssignmentError(
             f"ablate={source}: {error} does not fit search.family={search.family} "
-            f"({', '.join(names)}) with search.units={search.units} and "
-            f"search.choices={search.choices}. Set them as they were when it was searched."
+            f"({', '.join(names)}) with search.units={search.units}, "
+            f"search.input_format={search.input_format or 'null'} and search.choices={search.choices}. "
+            "Set them as they were when it was searched."
         ) from error
     batches = bench.batches(0)[: search.score_batches]
     with transformed(bench.model, Transform.of(assignment), assignment.quantized):

@@ -43,7 +43,8 @@ def method_of(
     if stage == "mse":  # says the rules of the weights
         rules = {operand: rules[operand] for operand in rules if operand != "weight"}
     family = (search.family,) if isinstance(search.family, str) else search.family or ()
-    separate = search.choices == "separate" or bool(assignment.unequal)
+    is_fixed = search.input_format is not None
+    separate = search.choices == "separate" or (bool(assignment.unequal) and not is_fixed)
     return Method(
         search=name,
         format=formats.pop() if name == "uniform" and len(formats) == 1 else None,
@@ -57,6 +58,7 @@ def method_of(
         path=", ".join(filter(None, (search.path or "element", search.input_path))),
         units=assignment.units if is_searched else None,
         choices="separate" if separate else "joint",
+        input_format=search.input_format,
         scale_rules=scale_rules_text(rules),
     )
 

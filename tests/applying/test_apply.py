@@ -36,15 +36,19 @@ def mixed(model, family="mxfp6_mxfp4", **options):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("units", ["fused", "layer"])
-@pytest.mark.parametrize("choices", ["joint", "separate"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"choices": "separate"}, {"input_format": "mxfp8_e4m3"}, {"input_format": "bf16"}],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hard_model_and_applied_assignment_give_equal_logits(
-    family, choices, units, dtype, make_tiny
+    family, options, units, dtype, make_tiny
 ):
     model = make_tiny("qwen3", dtype=dtype).model
     fixed = {"*.1.self_attn.o_proj": "mxfp8_e5m2"}
-    space, choice, assignment = mixed(model, family, units=units, fixed=fixed, choices=choices)
-    assert bool(assignment.unequal) == (choices == "separate")
+    space, choice, assignment = mixed(model, family, units=units, fixed=fixed, **options)
+    assert bool(assignment.unequal) == bool(options)
     full = logits(model)
     with searching_model(model, space, get_family(family), "floor") as bank:
         assert torch.equal(logits(model), full)

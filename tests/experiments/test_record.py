@@ -91,6 +91,7 @@ def test_a_title_names_what_the_rows_of_a_table_have_in_common():
         "quantized": "W+A",
         "units": "",
         "choices": "",
+        "input_format": "",
     }
     full, without, dmx = (
         Table.of("m", "text", m) for m in (FULL, FULL.without("polish", "net"), DMX)

@@ -111,20 +111,29 @@ def test_torchao_equals_the_fake_quantized_model(architecture, make_tiny, tmp_pa
     assert done.verification.equal
 
 
+def _fixed_inputs(model, formats):
+    """Formats of weights in turn, every input in MXFP8: the layers in MXFP8 have equal operands."""
+    return mixed(model, formats, "fused", input_format="mxfp8_e4m3")
+
+
 @pytest.mark.parametrize(
-    ("target", "formats", "bound"),
+    ("target", "make", "formats", "bound"),
     [
-        pytest.param("compressed_tensors", VLLM, 1e-2, marks=needs("compressed-tensors")),
-        pytest.param("quark", (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
+        pytest.param("compressed_tensors", unequal, VLLM, 1e-2, marks=needs("compressed-tensors")),
+        pytest.param("quark", unequal, (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
+        pytest.param(
+            "compressed_tensors", _fixed_inputs, VLLM, 1e-2, marks=needs("compressed-tensors")
+        ),
+        pytest.param("quark", _fixed_inputs, (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
     ],
 )
 def test_operands_of_unequal_formats_run_in_the_loader(
-    target, formats, bound, make_tiny, tmp_path, loaded_apart
+    target, make, formats, bound, make_tiny, tmp_path, loaded_apart
 ):
     """Had the loader taken the weight's format for the inputs, the logits would be those of another
     assignment."""
     model = make_tiny("qwen3", dtype="bfloat16").model
-    assignment = unequal(model, formats)
+    assignment = make(model, formats)
     done = export(model, assignment, tmp_path / "out", target, inputs=True)
     assert done.profile == {"quark": None}.get(target, "transformers")
     joint = dataclasses.replace(assignment, input_formats=None)

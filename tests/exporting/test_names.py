@@ -152,6 +152,11 @@ def test_auto_round_and_modelopt_recipes_name_all_five(tiny_random, tmp_path):
     assert kinds == [[2, 1], [4, 3]]
     body = json.loads(recipe(model, apart, tmp_path / "auto_round_apart", "auto_round"))
     assert (body[layer]["bits"], body[layer]["act_bits"]) == (4, 8)
+    alone = mixed(model, VLLM, input_format="bf16")
+    config = json.loads(recipe(model, alone, tmp_path / "w", "modelopt"))["quant_cfg"]
+    assert config[f"{layer}.input_quantizer"] == {"enable": False}
+    body = json.loads(recipe(model, alone, tmp_path / "auto_round_w", "auto_round"))
+    assert body[layer]["act_bits"] == 16 and "act_data_type" not in body[layer]
 
 
 def test_llm_compressor_recipe_is_yaml_of_its_groups(tiny_random, tmp_path):

@@ -21,7 +21,7 @@ from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunEr
 from dmx.exporting import make_plan, writing
 from dmx.exporting.plan import check_holds, target_key
 from dmx.exporting.tensors import plan_tensors
-from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2
+from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from tests.exporting.conftest import VLLM, mixed, unequal
@@ -215,11 +215,12 @@ EXPORTS = {
         max_size=2,
     ),
     st.booleans(),
-    st.sampled_from(["joint", "separate"]),
+    st.sampled_from(["joint", "separate", "mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "bf16"]),
 )
 def test_what_a_search_target_yields_its_export_takes(
     target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, choices
 ):
+    is_fixed = choices not in ("joint", "separate")
     try:
         config = SearchConfig(
             name="random",
@@ -229,7 +230,8 @@ def test_what_a_search_target_yields_its_export_takes(
             exclude=exclude,
             fixed=fixed,
             include_lm_head=include_lm_head,
-            choices=choices,
+            choices="joint" if is_fixed else choices,
+            input_format=choices if is_fixed else None,
         )
         space = search_space(META[tied], config)
         draw = np.random.default_rng(seed)
@@ -239,7 +241,7 @@ def test_what_a_search_target_yields_its_export_takes(
         return  # refused before a search: as it should be
     assignment = make_assignment(space, choice, META[tied])
     layout, profile = EXPORTS[target]
-    inputs = choices == "separate"
+    inputs = choices not in ("joint", "bf16")
     check_holds(assignment, layout, profile, inputs=inputs)
     try:
         make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)
@@ -271,6 +273,25 @@ def test_unequal_operands_that_a_target_cannot_hold(options, words, case, tmp_pa
     with pytest.raises(FormatError, match=words):
         export(unequal(model), **options)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("input_format", ["mxfp8_e4m3", "mxfp6_e2m3", "bf16"])
+@pytest.mark.parametrize("target", ["compressed_tensors", "torchao", "llm_compressor", "llama_cpp"])
+def test_inputs_in_one_format_that_a_target_cannot_hold(target, input_format, case):
+    model, export = case
+    assignment = mixed(model, (MXFP4, MXFP8_E4M3), "fused", input_format=input_format)
+    is_named, is_left = target.startswith("ll"), input_format == "bf16"
+    if is_named and is_left:  # these name weights alone
+        assert export(assignment, target=target).folder
+        return
+    if target == "compressed_tensors" and input_format == "mxfp8_e4m3":  # by transformers, not vLLM
+        assert make_plan(assignment, target=target, inputs=True).profile == "transformers"
+        return
+    words = "names one format for a layer" if is_named else f"beside a weight.*{input_format}"
+    if is_left:
+        words = r"inputs=true: the assignment leaves inputs in bf16 .* Use inputs=false"
+    with pytest.raises(FormatError, match=words):
+        export(assignment, target=target, inputs=not is_named)
 
 
 def test_six_bit_inputs_beside_another_weight_are_refused_for_compressed_tensors(case):

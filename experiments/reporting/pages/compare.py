@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..differences import difference_to, paired_difference, reference_of
-from ..groups import SEPARATE_NOTE, Group, by_choices, group_rows
+from ..groups import INPUTS_NOTE, SEPARATE_NOTE, Group, by_choices, group_rows
 from ..markdown import markdown
 from ..pooling import search_settings
 from ..record import HEURISTICS, Limit, Record
@@ -71,6 +71,8 @@ def results_table(record: Record) -> list[str]:
     parts = [_table(joint)] if joint else []
     if separate:
         parts.append([SEPARATE_NOTE, "", *_table(separate)])
+    if any(group.method.input_format for group in joint):
+        parts.append([INPUTS_NOTE])
     return [line for part in parts for line in ("", *part)][1:]
 
 
