@@ -54,7 +54,10 @@ def presets() -> Presets:
         return {key: value for key, value in flatten(content).items() if key != "defaults"}
 
     return Presets(
-        exact=settings("exact"), polished=settings("polished"), learned=settings("learned")
+        exact=settings("exact"),
+        polished=settings("polished"),
+        learned=settings("learned"),
+        joint=settings("joint"),
     )
 
 

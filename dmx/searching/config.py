@@ -121,7 +121,7 @@ class DescentConfig:
 class JointConfig:
     """name=joint: how the weights descend beside the offsets (dmx.searching.joint)."""
 
-    lr: float = 2e-4
+    lr: float = 1e-4
     """Highest rate of AdamW."""
     warmup: int = 20
     """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""

@@ -1,8 +1,8 @@
 """Rows of many records of experiments.compare, by table and method.
 
 A row's method gets the settings in which its record differs from the presets (search=exact, with
-learned rotations search=learned, with a polish search=polished); rows that differ in seed alone, or
-repeat one, are one group.
+learned rotations search=learned, with a polish search=polished, search=joint of its own); rows that
+differ in seed alone, or repeat one, are one group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .stored import flatten
 
 USUAL = Method(quantized="W+A", units="layer")
 """Of the fields that a table's title names, what goes without saying."""
-_FINEST = ("transform", "weights")
+FINEST = ("scale_rules", "transform", "weights")
 """Of these fields, tables that differ in nothing else stand beside each other."""
 _SHARED = ("family", "weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
 """Settings that heuristics have too; the others, but for the polish, belong to dMX alone."""
@@ -46,6 +46,7 @@ class Presets:
     exact: Mapping[str, Any]
     polished: Mapping[str, Any]
     learned: Mapping[str, Any]
+    joint: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def variant(
     rotates = method.transform == "learned"
     if rotates:
         base = {**base, **presets.learned}
+    if method.search == "joint":
+        base = {**base, **presets.joint}
     named = []
     for key, value in settings.items():
         is_read = method.is_dmx or key in _SHARED or key.startswith("polish")
@@ -143,6 +146,7 @@ def variant(
             (key.startswith("rotation") and not rotates)
             or (key.startswith("polish") and not method.polish)
             or (key == "residual_block" and method.transform != "hadamard_full")
+            or (key.startswith("joint") and method.search != "joint")
         )
         if (
             is_read
@@ -216,8 +220,8 @@ def ordered(tables: Tables) -> list[tuple[Table, Sequence[Group]]]:
     main = main_place(tables)
 
     def key(table: Table) -> tuple[Any, ...]:
-        named = [name for name in reversed(table.shared.titles()) if name not in _FINEST]
-        values = [(name, getattr(table.shared, name)) for name in (*named, *_FINEST)]
+        named = [name for name in reversed(table.shared.titles()) if name not in FINEST]
+        values = [(name, getattr(table.shared, name)) for name in (*named, *FINEST)]
         unusual = [(value != getattr(USUAL, name, None), str(value)) for name, value in values]
         return table.model != main[0], table.model, table.text, unusual
 

@@ -139,7 +139,12 @@ class Method(Stored):
         title=lambda name: "" if name is None else f"inputs {name}",
     )
     """Of every input, where the formats of weights alone were chosen, and weights alone count."""
-    scale_rules: str = dimension("floor", label=lambda rules: f"scales {rules}", join=", ")
+    scale_rules: str = dimension(
+        "floor",
+        label=lambda rules: f"scales {rules}",
+        join=", ",
+        title=lambda rules: "" if rules == "floor" else f"scales {rules}",
+    )
     """The scale rule, or `weight: ..., input: ...` where they differ (`scale_rules_text`)."""
     settings: str = dimension("", label=str, join=" ", compared=False)
     """What else differs from a preset, as `key=value key=value`; where many records are pooled."""

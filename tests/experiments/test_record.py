@@ -92,6 +92,7 @@ def test_a_title_names_what_the_rows_of_a_table_have_in_common():
         "units": "",
         "choices": "",
         "input_format": "",
+        "scale_rules": "",
     }
     full, without, dmx = (
         Table.of("m", "text", m) for m in (FULL, FULL.without("polish", "net"), DMX)

@@ -54,7 +54,7 @@ EXACT = {
     "descent.lr_schedule": "cosine",
     "descent.start": "constant",
 }
-PRESETS = Presets(exact=EXACT, polished={"polish.rounds": 12}, learned={"steps": 400})
+PRESETS = Presets(exact=EXACT, polished={"polish.rounds": 12}, learned={"steps": 400}, joint={})
 SETTINGS = {"family": "mxfp6_mxfp4", "score_batches": 8, "steps": 200, "polish.rounds": 0, **EXACT}
 
 

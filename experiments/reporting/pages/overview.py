@@ -8,6 +8,7 @@ from dataclasses import replace
 from ..groups import Group, budget_cell, group_rows
 from ..markdown import markdown
 from ..pooling import (
+    FINEST,
     Presets,
     Table,
     Tables,
@@ -23,12 +24,12 @@ from .cells import best_heuristic, mean_perplexity, references, runs_text
 
 
 def main_tables(tables: Tables) -> dict[Table, Sequence[Group]]:
-    """Of the main model and text, what is unusual in transform and weights alone."""
+    """Of the main model and text, what is unusual in scale rules, transform and weights alone."""
     place = main_place(tables)
     return {
         table: groups
         for table, groups in ordered(tables)
-        if (table.model, table.text) == place and table.is_usual("transform", "weights")
+        if (table.model, table.text) == place and table.is_usual(*FINEST)
     }
 
 
@@ -63,12 +64,19 @@ def overview(tables: Tables) -> list[str]:
 README_LIMITS = (4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
 _DMX = Method(search="differentiable", quantized="W+A", units="layer")
+_LEARNED = Method(
+    search="joint",
+    weights="learned",
+    quantized="W+A",
+    units="layer",
+    path="line",
+    scale_rules="mxfp4 even",
+)
 README_METHODS = (
     _DMX,
-    replace(_DMX, polish=True),
     replace(_DMX, weights="gptq"),
     replace(_DMX, transform="hadamard_block", weights="gptq"),
-    replace(_DMX, weights="learned"),
+    _LEARNED,
 )
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
@@ -90,13 +98,18 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
     known = {str(g.method.format): g for g in flat if g.method.format in README_FORMATS}
     bits = {g.statistic("element_bits").mean or 0.0: mean_perplexity(g) for g in known.values()}
     lines.append((f"uniform {', '.join(known)}", bits))
-    usual = next((groups for table, groups in shown.items() if table.is_usual()), ())
-    best = {x: best_heuristic(Limit(x, "element_bits"), usual) for x in README_LIMITS}
-    lines.append(("best heuristic", {x: mean_perplexity(g) for x, g in best.items() if g}))
     every = {(g.budget, g.label): g for groups in shown.values() for g in groups}
-    for label in (method.label for method in README_METHODS):
-        of = {x: every.get((Limit(x, "element_bits"), label)) for x in README_LIMITS}
-        lines.append((label, {x: mean_perplexity(g) for x, g in of.items() if g}))
+    for method in README_METHODS:
+        table = Table.of(*place, method)
+        if method in (_DMX, _LEARNED):
+            best = {
+                x: best_heuristic(Limit(x, "element_bits"), shown.get(table, ()))
+                for x in README_LIMITS
+            }
+            name = "best heuristic" if table.is_usual() else f"best heuristic, {table.setting}"
+            lines.append((name, {x: mean_perplexity(g) for x, g in best.items() if g}))
+        of = {x: every.get((Limit(x, "element_bits"), method.label)) for x in README_LIMITS}
+        lines.append((method.label, {x: mean_perplexity(g) for x, g in of.items() if g}))
     columns = sorted({x for _, values in lines for x in values})
     rows = [[name, *(_cell(values.get(x)) for x in columns)] for name, values in lines if values]
     note = (

@@ -14,6 +14,7 @@ from ..markdown import markdown
 from ..plots.budgets import BudgetPoint, difference_figure
 from ..pooling import (
     DESCENT,
+    FINEST,
     USUAL,
     Presets,
     Table,
@@ -262,7 +263,7 @@ def picture(tables: Tables) -> tuple[Figure | None, str]:
     of = [
         (t, groups)
         for t, groups in ordered(tables)
-        if (t.model, t.text) == (model, text) and t.is_usual("transform", "weights")
+        if (t.model, t.text) == (model, text) and t.is_usual(*FINEST)
     ]
     unit = bits_unit([g for _, groups in of for g in groups])
     curves = []
