@@ -1,6 +1,7 @@
 """Shared by all tests: thread limit, devices, seeded randomness, tiny models, local data."""
 
 import copy
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from dmx.models import LoadedModel, ModelConfig, TinyConfig, load_model
 from experiments.reporting.record import Record
@@ -69,20 +71,34 @@ def _tiny_models() -> dict[str, LoadedModel]:
     return {}
 
 
+def _trained_once(config: ModelConfig, folder: Path) -> LoadedModel:
+    """The model that the first worker to need it trains and leaves in `folder` for the others."""
+    path = folder / f"{hashlib.sha256(repr(config).encode()).hexdigest()}.pt"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            torch.save(load_model(config), path)
+        return torch.load(path, weights_only=False)
+
+
 @pytest.fixture
-def make_tiny(_tiny_models: dict[str, LoadedModel]) -> MakeTiny:
+def make_tiny(
+    _tiny_models: dict[str, LoadedModel], tmp_path_factory: pytest.TempPathFactory
+) -> MakeTiny:
     """make_tiny("qwen3", train_steps=100, hidden_size=32): a model of the test's own, on CPU.
 
-    Made (and trained) once a session for equal arguments; each call returns a fresh copy.
+    Made once a session for equal arguments, and trained once for all workers; each call returns a
+    fresh copy.
     """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def make(architecture: str = "llama", dtype: str = "float32", **tiny: int) -> LoadedModel:
         key = f"{architecture} {dtype} {sorted(tiny.items())}"
         if key not in _tiny_models:
             config = TinyConfig(architecture=architecture, **tiny)
-            _tiny_models[key] = load_model(
-                ModelConfig(id=f"tiny_{architecture}", dtype=dtype, tiny=config)
-            )
+            model = ModelConfig(id=f"tiny_{architecture}", dtype=dtype, tiny=config)
+            trained = tiny.get("train_steps", 0) > 0
+            _tiny_models[key] = _trained_once(model, shared) if trained else load_model(model)
         kept = _tiny_models[key]
         return LoadedModel(copy.deepcopy(kept.model), kept.tokenizer, dict(kept.provenance))
 
@@ -97,7 +113,10 @@ def tiny_random(make_tiny: MakeTiny) -> LoadedModel:
 
 @pytest.fixture
 def tiny_trained(make_tiny: MakeTiny) -> LoadedModel:
-    """Trained for a few seconds: its layers differ in how much a format hurts."""
+    """Trained for a few seconds: its layers differ in how much a format hurts.
+
+    The one trained model of all tests: each kind more takes ten seconds of its own.
+    """
     return make_tiny("llama", train_steps=300)
 
 

@@ -1,5 +1,6 @@
 """Training: schedule, order, learning, resuming to the same numbers, the outlier."""
 
+import copy
 import itertools
 import math
 from pathlib import Path
@@ -170,7 +171,7 @@ def test_checkpoints_of_other_settings_are_refused(tiny_random, tmp_path):
             run(tiny_random.model, tmp_path, recipe, config)
 
 
-def test_outlier_hurts_current_scaling_and_not_mor(make_tiny, tmp_path):
+def test_outlier_hurts_current_scaling_and_not_mor(tiny_trained, tmp_path):
     """Three steps after an outlier that changes no function."""
     config = TrainConfig(
         window=64,
@@ -182,12 +183,12 @@ def test_outlier_hurts_current_scaling_and_not_mor(make_tiny, tmp_path):
         outlier=OutlierConfig(step=3),
     )
 
+    text = load_text(DataConfig(name="embedded", split="calibration", max_characters=20_000))
+    data = encode(tiny_trained.tokenizer, text)[: 64 * 128].view(128, 64)
+
     def jump(recipe: str) -> float:
-        tiny = make_tiny("llama", train_steps=300)
-        text = load_text(DataConfig(name="embedded", split="calibration", max_characters=20_000))
-        data = encode(tiny.tokenizer, text)[: 64 * 128].view(128, 64)
-        folder = tmp_path / recipe
-        train(tiny.model, data[16:], data[:16], config, RECIPES[recipe], folder=folder, seed=0)
+        model, folder = copy.deepcopy(tiny_trained.model), tmp_path / recipe
+        train(model, data[16:], data[:16], config, RECIPES[recipe], folder=folder, seed=0)
         losses = [row["loss"] for row in read_rows(folder / "validation.jsonl")]
         return max(losses[3:]) - losses[2]
 

@@ -26,10 +26,10 @@ FAMILIES = ("mxfp6_mxfp4", "mxfp8_mxfp6_mxfp4")
 
 
 @pytest.fixture
-def tiny(make_tiny):
+def tiny(tiny_trained):
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 256, (2, 32), generator=generator) for _ in range(3)]
-    return make_tiny("llama", train_steps=100).model.eval(), batches
+    return tiny_trained.model, batches
 
 
 # ---------------------------------------------------------------- directions

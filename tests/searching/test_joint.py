@@ -51,8 +51,8 @@ def test_the_gradient_of_the_weights_is_straight_through(make_tiny):
     assert not others.any() and offsets.grad[unit] != 0
 
 
-def test_weights_move_the_choice_and_are_thrown_away(make_tiny):
-    model = make_tiny("llama", train_steps=100).model
+def test_weights_move_the_choice_and_are_thrown_away(tiny_trained):
+    model = tiny_trained.model
     before = copy.deepcopy(model.state_dict())
     budget = dmx.Budget(5.0)
     moved = dmx.search(model, BATCHES, budget, joint(lr=3e-2))
@@ -67,8 +67,8 @@ def test_weights_move_the_choice_and_are_thrown_away(make_tiny):
     assert moved.assignment.bits["element_bits"] <= 5.0
 
 
-def test_weights_that_descend_lower_the_loss_under_formats(make_tiny):
-    model = make_tiny("llama", train_steps=100).model
+def test_weights_that_descend_lower_the_loss_under_formats(tiny_trained):
+    model = tiny_trained.model
     settings = joint(lr=3e-3)
     settings.steps = 60
     found = dmx.search(model, BATCHES[:1], dmx.Budget(4.0), settings)

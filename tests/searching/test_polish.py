@@ -1,6 +1,7 @@
 """The discrete polish: what it finds, what it never leaves, and how it goes on after a stop."""
 
 import copy
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import is_maximal, project
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import BudgetError, DmxError, RunError
+from dmx.formats import BIT_UNITS
 from dmx.progress import Stopwatch
 from dmx.searching import disturbances, search_space
 from dmx.searching.bank import searching_model
@@ -30,12 +32,21 @@ FAMILIES = ("mxfp6_mxfp4", "mxfp8_mxfp6_mxfp4")
 
 
 @pytest.fixture
-def tiny(make_tiny):
+def tiny(tiny_trained):
     """Trained, two blocks: eight fused units that differ in how much a format hurts."""
-    loaded = make_tiny("llama", train_steps=300)
+    return tiny_trained.model, text_batches(tiny_trained.tokenizer, 64, 4)
+
+
+@pytest.fixture
+def quick(tiny_trained):
+    """The same on an eighth of the tokens, for what does not depend on them."""
+    return tiny_trained.model, text_batches(tiny_trained.tokenizer, 16, 2)
+
+
+@functools.cache
+def text_batches(tokenizer, window, rows):
     text = load_text(DataConfig(name="embedded", split="calibration", max_characters=20_000))
-    tokens = encode(loaded.tokenizer, text)
-    return loaded.model.eval(), token_batches(tokens, 64, 4, seed=0, n_batches=3)
+    return token_batches(encode(tokenizer, text), window, rows, seed=0, n_batches=3)
 
 
 def void(_):
@@ -80,8 +91,8 @@ def all_divergences(run):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("limit", [4.5, 5.0])
 def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family, limit, tiny):
-    model, tokens = tiny
-    config = search_config(name="random", family=family, polish_rounds=20, polish_batches=3)
+    model, tokens = tiny[0], [torch.cat(tiny[1])]
+    config = search_config(name="random", family=family, polish_rounds=20, polish_batches=1)
     budget, divergences = Budget(limit), None
     for seed in range(4):
         space = search_space(model, config)
@@ -139,14 +150,15 @@ def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny
     assert next(calls) < 3 * 2 * len(space.units)
 
 
-@pytest.mark.parametrize("unit", ["element_bits", "bits_per_element"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["random", "kl_per_bit", "fisher", "differentiable"])
-def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, unit, tiny):
-    model, tokens = tiny
-    for rounds, (units, weighting) in enumerate(
-        itertools.product(("fused", "layer"), ("elements", "layers")), start=1
+def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, quick):
+    model, tokens = quick
+    for i, (units, weighting) in enumerate(
+        itertools.product(("fused", "layer"), ("elements", "layers"))
     ):
+        rounds = 1 + i // 2
+        unit = BIT_UNITS[(i + FAMILIES.index(family)) % 2]
         config = search_config(
             name=name,
             family=family,
@@ -158,11 +170,11 @@ def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, 
             raw_start=1.0,
             exclude=["*.1.self_attn.o_proj"],
             fixed={"*.0.mlp.down_proj": "mxfp8"},
-            choices=("joint", "separate")[rounds % 2],
+            choices=("separate", "joint")[i % 2],
         )
         space = search_space(model, config)
         low, high = space.bounds(unit)
-        budget = Budget(low + (high - low) * 0.21 * rounds, unit)
+        budget = Budget(low + (high - low) * 0.21 * (i + 1), unit)
         result = dmx.search(model, tokens, budget, config)
         formats = result.assignment.formats
         choice = space.choice_of(formats, result.assignment.input_formats)
@@ -232,19 +244,19 @@ def polish_and_die(model, tokens, config, folder, after):
 
 
 @pytest.mark.parametrize(("name", "has_fresh"), [("random", False), ("differentiable", True)])
-def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tiny, tmp_path):
+def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, quick, tmp_path):
     """In the search, before the first round, while measuring, while verifying, at the end."""
-    model, tokens = tiny
+    model, tokens = quick
     if has_fresh:
         tokens = tokens + [t.flip(0) + 1 for t in tokens]
     config = search_config(
         name=name,
-        polish_rounds=6,
+        polish_rounds=3,
         polish_batches=1,
-        steps=6,
+        steps=4,
         raw_start=1.0,
         checkpoint_every=2,
-        evaluate_every=6,
+        evaluate_every=4,
     )
     calls = itertools.count()
     handle = model.register_forward_hook(lambda *_: void(next(calls)))
@@ -253,7 +265,7 @@ def test_killed_in_any_phase_it_goes_on_to_the_same_numbers(name, has_fresh, tin
     files = {LOG_FILE, "history.jsonl"} if name == "differentiable" else {LOG_FILE}
     n_calls = next(calls)
     assert len(whole.polish) >= 3
-    for after in sorted({2, *np.linspace(0, n_calls - 1, 5).astype(int).tolist()}):
+    for after in sorted({2, *np.linspace(0, n_calls - 1, 4).astype(int).tolist()}):
         folder = tmp_path / f"died-{after}"
         polish_and_die(model, tokens, config, folder, after)
         resumed = dmx.search(model, tokens, Budget(4.8), config, folder=folder)
