@@ -50,9 +50,8 @@ def code_version(module: str, read: Callable[[Path], bytes] = read_source) -> st
     Args:
         module: its full name, for example `__name__`. read: source of a file.
     """
-    trees = _reached(module, read)
-    parts = {path: ast.dump(_without_docstrings(tree)).encode() for path, tree in trees.items()}
-    for folder in {path.parent for path in trees}:
+    parts = _reached(module, read)
+    for folder in {path.parent for path in parts}:
         others = (path for path in folder.iterdir() if path.suffix in _OTHER_SOURCES)
         parts |= {path: read(path) for path in others}
     digest = hashlib.sha256()
@@ -61,19 +60,28 @@ def code_version(module: str, read: Callable[[Path], bytes] = read_source) -> st
     return digest.hexdigest()
 
 
-def _reached(module: str, read: Callable[[Path], bytes]) -> dict[Path, ast.Module]:
+def _reached(module: str, read: Callable[[Path], bytes]) -> dict[Path, bytes]:
     """Files of a module and of all modules of dmx behind its imports, with what they say."""
     start = _module_file(module)
     if start is None:
         raise ValueError(f"{module!r} is no module of dmx")
-    trees, left = {}, [start]
+    said: dict[Path, bytes] = {}
+    left = [start]
     while left:
         path = left.pop()
-        if path not in trees:
-            trees[path] = ast.parse(read(path))
-            files = (_module_file(name) for name in _imported(trees[path]))
+        if path not in said:
+            said[path], imported = _parsed(read(path))
+            files = (_module_file(name) for name in imported)
             left += [file for file in files if file is not None]
-    return trees
+    return said
+
+
+@cache
+def _parsed(source: bytes) -> tuple[bytes, tuple[str, ...]]:
+    """What a file says without docstrings, and names that it may import; most searches reach the same files."""
+    tree = ast.parse(source)
+    imported = tuple(_imported(tree))
+    return ast.dump(_without_docstrings(tree)).encode(), imported
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from dmx.models import LoadedModel, ModelConfig, TinyConfig, load_model
 from experiments.reporting.record import Record
+from tests.quick import make_commands_quick
 
 torch.set_num_threads(1)  # workers side by side would fight over the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -129,6 +130,7 @@ def record_of():
 @pytest.fixture
 def run(monkeypatch, capfd):
     """run(search, "budget=bits_4p5", ...) -> (exit code, standard output, standard error)."""
+    make_commands_quick(monkeypatch.setattr)
 
     def command(module, *arguments):
         monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])

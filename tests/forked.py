@@ -17,9 +17,12 @@ from pathlib import Path
 
 import torch
 
+from tests.quick import make_commands_quick
+
 ROOT = Path(__file__).resolve().parents[1]
 # Not the entry points themselves: they run as __main__.
 PRELOADED = [
+    "tests.quick",
     "transformers.models.llama.modeling_llama",
     "experiments.running.bench",
     "experiments.running.collect",
@@ -47,6 +50,7 @@ def _run(
     torch.set_num_threads(1)
     kind, what, *rest = arguments
     if kind == "-m":
+        make_commands_quick(setattr)
         sys.argv = [what, *rest]
         runpy.run_module(what, run_name="__main__", alter_sys=True)
     else:

@@ -8,6 +8,8 @@ from dmx.searching.config import DescentConfig, PolishConfig, RotationConfig, Se
 TINY = [
     "model=tiny_random",
     "data=synthetic",
+    "data.calibration.max_characters=20000",
+    "data.evaluation.max_characters=20000",
     "run.device=cpu",
     "calibration.window=32",
     "calibration.batch_size=2",
