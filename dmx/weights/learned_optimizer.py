@@ -6,7 +6,7 @@
 Everything is computed in float32. What is kept in fewer bits is rounded stochastically: a step is smaller than
 half a unit in the last place of most weights, and rounding it to nearest would lose it.
 
-A gradient in float32 exists for CHUNK elements at a time.
+A gradient in float32 exists for a chunk of elements at a time, and so does all that is widened beside it.
 
 Source: AdamW, arXiv 1711.05101; stochastic rounding, arXiv 2010.06192.
 """
@@ -21,7 +21,10 @@ from dmx.models.processes import Processes
 from dmx.weights.moments import Moments8
 
 CHUNK = 1 << 26
-"""Elements that are updated together; whole blocks of 8-bit moments."""
+"""Elements that are updated together by the fused kernel."""
+NARROW_CHUNK = 1 << 22
+"""Elements that are updated together where some are kept in fewer bits: a dozen float32 tensors of so many
+exist meanwhile, small enough for a GPU's cache. Whole blocks of 8-bit moments."""
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 """What moments are kept in; int8: `dmx.weights.moments`."""
 BETAS, EPSILON = (0.9, 0.99), 1e-8
@@ -62,12 +65,12 @@ class AdamW:
         else:
             self.first = torch.zeros_like(masters, dtype=state_dtype)
             self.second = torch.zeros_like(self.first)
-        self._wide = torch.empty(
-            min(CHUNK, len(masters)), dtype=torch.float32, device=masters.device
-        )
         self._generator = torch.Generator(masters.device)
         is_wide = masters.dtype == state_dtype == torch.float32
         self._is_fused = is_wide and masters.device.type in ("cpu", "cuda")
+        self._chunk = CHUNK if self._is_fused else NARROW_CHUNK
+        size = min(self._chunk, len(masters))
+        self._wide = torch.empty(size, dtype=torch.float32, device=masters.device)
 
     @torch.no_grad()
     def step(self, gradient: Tensor, lr: float, factor: Tensor) -> None:
@@ -77,8 +80,8 @@ class AdamW:
             gradient: (n,) of any floating dtype. factor: (1,) float32 on its device.
         """
         self._generator.manual_seed(self.seed * 1_000_003 + self.count)
-        for start in range(0, len(self.masters), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, len(self.masters), self._chunk):
+            part = slice(start, start + self._chunk)
             wide = self._wide[: len(self.masters[part])]
             torch.mul(gradient[part], factor, out=wide)
             self._step_part(part, wide, lr)

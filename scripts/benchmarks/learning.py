@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.learning [--tiny]
 
 Random weights in bf16 on the device. The time of a step is that of a run with twenty more steps, less that of the
-shorter one; so measurements before and after, and captures, are not in it.
+shorter one, after a run that compiles what both use; so measurements before and after, and captures, are not in it.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def row(model: nn.Module, batches: list[Tensor], device: str, mode: str) -> dict
     name = "block_steps" if "steps" in settings else "steps"
     clear(device)
     try:
-        few, many = (
+        _, few, many = (
             seconds(model, batches, device, dmx.LearnConfig(**settings | {name: n}, held_batches=0))
-            for n in (FEW, FEW + STEPS)
+            for n in (1, FEW, FEW + STEPS)
         )
     except torch.OutOfMemoryError:
         return {"mode": mode, "step_seconds": None, "peak_mib": None}

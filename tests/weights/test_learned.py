@@ -270,7 +270,8 @@ def test_one_call_quantizes_all_weights_of_a_format(tiny_random):
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_optimizer_is_adamw(masters, state, generator, monkeypatch):
-    monkeypatch.setattr("dmx.weights.learned_optimizer.CHUNK", 256)
+    for name in ("CHUNK", "NARROW_CHUNK"):
+        monkeypatch.setattr(f"dmx.weights.learned_optimizer.{name}", 256)
     start = torch.randn(600, generator=generator)
     ours = AdamW(start.to(masters, copy=True), state, seed=0)
     expected = torch.nn.Parameter(start.to(masters).float())
