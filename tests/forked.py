@@ -1,6 +1,6 @@
 """Processes of their own without their imports: torch and transformers take 8 s of a core to import, each time.
 
-A server that has imported them, and computed nothing, forks a process for each command. What a wheel's user
+A server that has imported them, and computed nothing that counts, forks a process for each command. What a wheel's user
 starts, from nothing, is tested in `test_wheel`.
 """
 
@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -22,7 +23,7 @@ from tests.quick import make_commands_quick
 ROOT = Path(__file__).resolve().parents[1]
 # Not the entry points themselves: they run as __main__.
 PRELOADED = [
-    "tests.quick",
+    "tests.warm",
     "transformers.models.llama.modeling_llama",
     "experiments.running.bench",
     "experiments.running.collect",
@@ -56,6 +57,15 @@ def _run(
     else:
         sys.argv = ["-c", *rest]
         exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+
+
+def places(size: int) -> list[dict[str, str]]:
+    """The environment of each of so many processes of one training, as torchrun sets it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 class Forked:

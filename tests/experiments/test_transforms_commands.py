@@ -1,7 +1,6 @@
 """Transforms on the command line, in exports, over processes and in a CUDA graph."""
 
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from dmx.formats import get_block_format
 from dmx.searching import uniform_assignment
 from experiments import compare, evaluate, search
 from experiments.reporting.record import Record
-from tests.forked import Forked
+from tests.forked import Forked, places
 from tests.settings import search_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,17 +228,8 @@ if torch.distributed.is_initialized():
 """
 
 
-def start(folder, **place):
-    place |= {"MASTER_ADDR": "127.0.0.1"}
-    return Forked("-c", SCRIPT, folder, environment={k: str(v) for k, v in place.items()})
-
-
 def test_two_processes_learn_the_rotations_of_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    places = [{"RANK": r, "LOCAL_RANK": r, "WORLD_SIZE": 2, "MASTER_PORT": port} for r in (0, 1)]
-    started = [start(tmp_path, **place) for place in [*places, {}]]
+    started = [Forked("-c", SCRIPT, tmp_path, environment=place) for place in (*places(2), {})]
     for process in started:
         assert process.wait(180) == 0, process.outputs()[1][-2000:]
     one, *two = (load_file(tmp_path / f"{n}.safetensors") for n in ("one", "0", "1"))

@@ -158,11 +158,12 @@ def test_byte_tokens_are_the_bytes_and_decode_to_the_text():
 
 
 def test_training_learns_and_equal_seeds_give_equal_weights():
-    tokens = encode(byte_tokenizer(), load_text(DataConfig(name="synthetic", split="calibration")))
+    text = load_text(DataConfig(name="synthetic", split="calibration", max_characters=50_000))
+    tokens = encode(byte_tokenizer(), text)
 
     def trained(seed):
         model = load_model(tiny_config()).model
-        return train_tiny(model, tokens, 40, seed=seed), model
+        return train_tiny(model, tokens, 40, window=64, seed=seed), model
 
     (losses, model), (again, other), (different, _) = trained(0), trained(0), trained(1)
     assert len(losses) == 40
@@ -416,14 +417,14 @@ class TestPackagedModel:
 
     def test_it_reads_prose(self, packaged_model, dmx_data):
         text = load_text(DataConfig(name="wikitext2", split="validation"))
-        ids = torch.cat(
-            token_batches(encode(packaged_model.tokenizer, text), 512, 1, seed=None)[:4]
-        )
+        ids = token_batches(
+            encode(packaged_model.tokenizer, text.text[:20_000]), 512, 1, seed=None
+        )[0]
         model = copy.deepcopy(packaged_model.model).float()  # few CPUs multiply bfloat16 fast
         with torch.no_grad():
             found = model(ids).logits[:, :-1].flatten(0, 1)
         perplexity = nn.functional.cross_entropy(found, ids[:, 1:].flatten()).exp()
-        assert perplexity == pytest.approx(18.90, rel=0.005)  # as measured; bfloat16 gives 18.95
+        assert perplexity == pytest.approx(14.69, rel=0.005)  # as measured; 18.90 over four windows
 
     def test_its_digits_stand_alone_with_and_without_the_rule(self, packaged_model, dmx_data):
         config = from_file(GGUF_CONFIG)
@@ -434,8 +435,8 @@ class TestPackagedModel:
         # spaces before a number: the rule keeps them together, as the original tokenizer does
         assert fixed.tokenize("a   1") == ["a", "ĠĠĠ", "1"]
         assert own.tokenize("a   1") != fixed.tokenize("a   1")
-        raw = load_text(DataConfig(name="wikitext2", split="test", join="document"))
-        assert encode(own, raw).numel() == encode(fixed, raw).numel() == 303_415
+        raw = load_text(DataConfig(name="wikitext2", split="test", join="document")).text[:200_000]
+        assert encode(own, raw).numel() == encode(fixed, raw).numel() == 48_494
 
     def test_loading_leaves_the_gguf_package_as_it_was(self, packaged_model):
         import gguf

@@ -1,7 +1,6 @@
 """Two processes with the global batch of one give the history of one."""
 
 import json
-import socket
 import sys
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from dmx.errors import DataError
 from dmx.models.processes import Processes
-from tests.forked import Forked
+from tests.forked import Forked, places
 
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
@@ -33,22 +32,8 @@ if torch.distributed.is_initialized():
 """
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(folder, rank, size, port):
-    """The script in one of several processes, as torchrun starts them."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
-    place |= {"MASTER_ADDR": "127.0.0.1"}
-    return Forked("-c", SCRIPT, folder, environment={k: str(v) for k, v in place.items()})
-
-
 def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
-    port = free_port()
-    started = [start(tmp_path / "two", rank, 2, port) for rank in range(2)]
+    started = [Forked("-c", SCRIPT, tmp_path / "two", environment=place) for place in places(2)]
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one")])
     exec(SCRIPT, {})
     for process in started:

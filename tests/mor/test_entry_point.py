@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +18,7 @@ from experiments.running.composing import build_root
 from experiments.running.training import save_model
 from experiments.train_mor import TrainMorRun
 from mor.state import OPERANDS
-from tests.forked import Forked
+from tests.forked import Forked, places
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -186,28 +183,12 @@ def test_columns_of_a_map_stand_at_their_steps():
     assert mesh.get_coordinates()[0, :, 0].tolist() == [-0.5, 9.5, 19.5, 21.5, 23.5, 25.5]
 
 
-@pytest.mark.slow
 def test_of_two_processes_the_main_one_writes_the_rows(tmp_path):
     folder = tmp_path / "run"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node=2",
-            "-m",
-            "experiments.train_mor",
-            "mor=[tensor]",
-            f"run.folder={folder}",
-            *SMALL,
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = ("-m", "experiments.train_mor", "mor=[tensor]", f"run.folder={folder}", *SMALL)
+    processes = [Forked(*arguments, environment=place) for place in places(2)]
+    for process in processes:
+        assert process.wait(300) == 0, process.outputs()[1]
     record = Record.load(folder / "record.json")
     row = json.loads((folder / "rows" / "tensor-0.json").read_text())
     stats = json.loads((folder / "tensor-0" / "stats.json").read_text())

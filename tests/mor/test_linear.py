@@ -15,6 +15,7 @@ import mor
 from mor import MorConfig, MorError, MorLinear, fp8, log, products
 from mor.policy import round_to_bf16
 from mor.state import EXECUTIONS, OPERANDS
+from tests.forked import Forked
 from tests.golden import assert_same_bits
 from tests.mor.conftest import normal
 
@@ -393,8 +394,9 @@ def test_logger_writes_each_step_and_reads_the_device_once_per_flush(tmp_path, m
         mor.MorLogger(model, path, flush_every=0)
 
 
-def _train_ddp(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def train_ddp(number: str, folder: str) -> None:
+    """One of two processes: leaves its gradients in the folder."""
+    rank = int(number)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
     )
@@ -409,7 +411,10 @@ def _train_ddp(rank: int, folder: str) -> None:
 
 
 def test_ddp_averages_the_gradients_of_ranks_that_decide_differently(tmp_path):
-    torch.multiprocessing.spawn(_train_ddp, args=(str(tmp_path),), nprocs=2)
+    script = "import sys; from tests.mor.test_linear import train_ddp; train_ddp(*sys.argv[1:])"
+    processes = [Forked("-c", script, rank, tmp_path) for rank in range(2)]
+    for process in processes:
+        assert process.wait() == 0, process.outputs()[1]
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     alone = []
     for rank in range(2):

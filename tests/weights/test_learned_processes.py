@@ -6,8 +6,7 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
-from tests.forked import Forked
-from tests.models.test_processes import free_port
+from tests.forked import Forked, places
 
 SCRIPT = """
 import sys, torch, dmx
@@ -29,15 +28,8 @@ if torch.distributed.is_initialized():
 """
 
 
-def start(folder, rank, port):
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
-    place |= {"MASTER_ADDR": "127.0.0.1"}
-    return Forked("-c", SCRIPT, folder, environment={k: str(v) for k, v in place.items()})
-
-
 def test_two_gloo_processes_learn_the_weights_of_one(tmp_path, monkeypatch):
-    port = free_port()
-    started = [start(tmp_path / "two", rank, port) for rank in range(2)]
+    started = [Forked("-c", SCRIPT, tmp_path / "two", environment=place) for place in places(2)]
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "one")])
     exec(SCRIPT, {})
     for process in started:
