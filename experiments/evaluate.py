@@ -16,7 +16,7 @@ from dmx.formats import MX_FORMATS, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import RotationConfig
-from dmx.transforms.stage import TRANSFORMS
+from dmx.transforms.stage import UNMEASURED_TRANSFORMS
 
 from .running import settings
 from .running.bench import Bench, check_windows
@@ -49,7 +49,7 @@ class EvaluateRun:
     run: settings.RunConfig
 
     def __post_init__(self) -> None:
-        check_choice(self.transform, TRANSFORMS, "transform")
+        check_choice(self.transform, UNMEASURED_TRANSFORMS, "transform")
         if (self.transform == "learned") != (self.transform_file is not None):
             raise settings.ConfigError(
                 f"transform={self.transform} with transform_file={self.transform_file}: learned "

@@ -205,7 +205,8 @@ class SearchSettings:
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
     transform: str = "none"
-    """none | hadamard_block | hadamard_full | learned, before all else; see docs/transforms.md."""
+    """none | hadamard_block | hadamard_selected | hadamard_full | learned, before all else; see
+    docs/transforms.md."""
     residual_block: int | None = 32
     """transform=hadamard_full: channels that are mixed with each other; null = all."""
     rotation: RotationConfig = field(default_factory=RotationConfig)

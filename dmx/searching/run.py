@@ -29,7 +29,12 @@ from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.searching.scan import Scan
-from dmx.searching.transforming import asked_transform, transformed_layers
+from dmx.searching.transforming import (
+    asked_transform,
+    selected_transform,
+    selecting_config,
+    transformed_layers,
+)
 from dmx.transforms.stage import Transform, transformed
 
 
@@ -187,10 +192,34 @@ class _Job:
             outcome = self.descend(Transform("hadamard_block"))  # what they start from
             with transformed(model, outcome.transform, layers):
                 return self.polish(outcome)
-        transform = asked_transform(self.config, self.space)
+        transform = self.transform()
         with transformed(model, transform, layers):
             descends = self.config.descends
             return self.polish(self.descend(transform) if descends else self.rank(transform))
+
+    def transform(self) -> Transform:
+        """The one that is asked for; inputs are selected here."""
+        if self.config.transform != "hadamard_selected":
+            return asked_transform(self.config, self.space)
+        config = selecting_config(self.config, len(self.batches))
+        space = search_space(self.model, config)
+        measured = []
+        for transform in (Transform(), Transform("hadamard_block")):
+            with transformed(self.model, transform, transformed_layers(space)):
+                measured.append(self.scan(transform, config, space).kl([0])[:, 0])
+        return selected_transform(self.space, space, *measured)
+
+    def scan(self, transform: Transform, config: SearchConfig, space: SearchSpace) -> Scan:
+        """Of a model that is transformed so."""
+        used = batches_sha256(self.batches[: config.score_batches])
+        return Scan(
+            self.model,
+            self.batches,
+            space,
+            config,
+            fingerprint=self.identity | {"transform": transform.key(), "batches": used},
+            folder=self.score_folder,
+        )
 
     def descend(self, transform: Transform) -> _Outcome:
         """By gradient."""
@@ -218,16 +247,7 @@ class _Job:
 
     def rank(self, transform: Transform) -> _Outcome:
         """By what was measured of each unit, or by nothing."""
-        used = batches_sha256(self.batches[: self.config.score_batches])
-        facts = self.identity | {"transform": transform.key(), "batches": used}
-        scan = Scan(
-            self.model,
-            self.batches,
-            self.space,
-            self.config,
-            fingerprint=facts,
-            folder=self.score_folder,
-        )
+        scan = self.scan(transform, self.config, self.space)
         choice, preference = heuristic_choice(scan, self.space, self.budget, self.config)
         return _Outcome(transform, choice, preference)
 

@@ -1,12 +1,13 @@
 """The optional stage before quantization: what is done to a model, and what an assignment says of it.
 
-    none             nothing
-    hadamard_block   blocks of 32 on the contraction axis of weight and input, a Hadamard matrix
-    learned          the same, with a rotation for each input of layers, from a file
-    hadamard_full    the residual stream, folded into the weights (`dmx.transforms.residual`)
+    none               nothing
+    hadamard_block     blocks of 32 on the contraction axis of weight and input, a Hadamard matrix
+    hadamard_selected  the same, of some inputs only: those that a search measured to gain by it
+    learned            as hadamard_block, with a rotation for each input of layers, from a file
+    hadamard_full      the residual stream, folded into the weights (`dmx.transforms.residual`)
 
 A transformed model computes the same function up to rounding. Which layers have a rotated input
-follows from the assignment: those that it quantizes.
+follows from the assignment: those that it quantizes, of hadamard_selected those whose input it names.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,9 +30,11 @@ from dmx.models.swap import put_back, replace_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
 from dmx.transforms.residual import rotate_residual
 
-TRANSFORMS = ("none", "hadamard_block", "hadamard_full", "learned")
-RUN_TIME_TRANSFORMS = ("hadamard_block", "learned")
+TRANSFORMS = ("none", "hadamard_block", "hadamard_selected", "hadamard_full", "learned")
+RUN_TIME_TRANSFORMS = ("hadamard_block", "hadamard_selected", "learned")
 """Those that rotate inputs in every pass."""
+UNMEASURED_TRANSFORMS = tuple(name for name in TRANSFORMS if name != "hadamard_selected")
+"""Those that need no calibration batches."""
 ORTHOGONAL_TO = 1e-4
 """Largest element of R^T R - I that a file may have; a search leaves 1e-6."""
 
@@ -45,6 +48,14 @@ class Transform:
     """hadamard_full: channels that are mixed with each other; None = all."""
     rotations: Mapping[str, Tensor] = field(default_factory=dict)
     """learned: input of layers (`fused_group`) -> (32, 32) float32 for all of its blocks."""
+    inputs: frozenset[str] = frozenset()
+    """hadamard_selected: inputs of layers (`fused_group`) that are rotated; the others are not."""
+
+    def rotates(self, layer: str) -> bool:
+        """Whether the input of a quantized layer is rotated at run time."""
+        if self.name == "hadamard_selected":
+            return fused_group(layer) in self.inputs
+        return self.name in RUN_TIME_TRANSFORMS
 
     def rotation(self, layer: str) -> Tensor:
         """Matrix of the input of a layer."""
@@ -55,7 +66,12 @@ class Transform:
         if self.name == "none":
             return None
         digest = sha256(write_rotations(self.rotations)) if self.rotations else None
-        return {"name": self.name, "block_size": self.residual_block, "rotations": digest}
+        key = {"name": self.name, "block_size": self.residual_block, "rotations": digest}
+        return key | self._selected()
+
+    def _selected(self) -> dict[str, Any]:
+        """What an assignment says of the inputs, where they are selected."""
+        return {"inputs": sorted(self.inputs)} if self.name == "hadamard_selected" else {}
 
     # --- what an assignment says ---------------------------------------------------------------
 
@@ -71,13 +87,19 @@ class Transform:
                 f"the assignment's transform {name!r} is unknown here. Known: "
                 f"{', '.join(TRANSFORMS[1:])}. Search again, or update dmx."
             )
-        if ("file" in named) != (name == "learned") or not (size is None or type(size) is int):
+        inputs = named.get("inputs")
+        if (
+            ("file" in named) != (name == "learned")
+            or not (size is None or type(size) is int)
+            or (inputs is not None) != (name == "hadamard_selected")
+            or not _are_inputs(inputs or [], assignment.quantized)
+        ):
             raise AssignmentError(
                 f"the assignment's transform is damaged: {dict(named)}. Copy it again, or search "
                 "again."
             )
         if name != "learned":
-            return cls(name, residual_block=size)
+            return cls(name, residual_block=size, inputs=frozenset(inputs or ()))
         rotations = read_rotations(assignment.content("transform"), "the assignment's transform")
         check_rotations(rotations, assignment.quantized)
         return cls(name, rotations=rotations)
@@ -86,7 +108,7 @@ class Transform:
         """The assignment with this transform; `model` is the untransformed one."""
         if self.name == "none":
             return assignment
-        facts: dict[str, Any] = {"name": self.name}
+        facts: dict[str, Any] = {"name": self.name, **self._selected()}
         if self.name == "hadamard_full":
             facts["block_size"] = self.residual_block
         facts["run_time"] = self.cost(model, assignment.quantized)
@@ -106,8 +128,10 @@ class Transform:
         if self.name == "hadamard_full":
             rotated, products, added = 0, 0, _untied_elements(model)
         else:
-            rotated, products = len(list(layers)), BLOCK_SIZE
-            matrices = self.rotations.values() if self.name == "learned" else [hadamard_block()]
+            rotated = sum(map(self.rotates, layers))
+            products = BLOCK_SIZE if rotated else 0
+            shared = [hadamard_block()] if rotated else []
+            matrices = self.rotations.values() if self.name == "learned" else shared
             added = sum(matrix.numel() for matrix in matrices)
         return {
             "rotated_layers": rotated, "elements": added,
@@ -136,7 +160,11 @@ class Transform:
             return lambda: None
         if self.name == "hadamard_full":
             return rotate_residual(model, block_size=self.residual_block)
-        inputs = {name: fused_group(name) if self.name == "learned" else "" for name in layers}
+        inputs = {
+            name: fused_group(name) if self.name == "learned" else ""
+            for name in layers
+            if self.rotates(name)
+        }
         rotations: dict[str, BlockRotation] = {}
 
         def make(name: str, linear: nn.Linear) -> nn.Linear | None:
@@ -151,6 +179,13 @@ class Transform:
         originals = replace_layers(model, make)
         # Not a closure: copies of the model then put their own layers back.
         return partial(_put_back, model, originals)
+
+
+def _are_inputs(named: Any, layers: Iterable[str]) -> bool:
+    """Whether it is a list of inputs of these layers."""
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        return False
+    return set(named) <= {fused_group(layer) for layer in layers}
 
 
 def _put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:

@@ -109,7 +109,7 @@ class Method(Stored):
     transform: str = dimension(
         "none", label=_transform_text, title=lambda name: f"transform {name}"
     )
-    """none | hadamard_block | hadamard_full | learned"""
+    """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
     """What became of the weights after the choice: nearest | mse | gptq | learned"""
     net: bool = dimension(False, label=lambda _: "net")

@@ -196,6 +196,7 @@ class Pace:
             name for name, asked in (
                 ("the polish", plan.search.polish.rounds > 0),
                 ("rounding the weights", plan.weights == "gptq"),
+                ("selecting inputs", plan.search.transform == "hadamard_selected"),
             ) if asked
         ]  # fmt: skip
         self.started = time.perf_counter()

@@ -228,8 +228,11 @@ class SearchPlan:
         if own.learns_rotation:
             bench.searched(own, self.budget, name="assignment")
             learned = str(bench.run.path("transform.safetensors"))
+        flat = (
+            uniform_settings(self.search) if learned is None else self.opponent("uniform", learned)
+        )
         for block_format in uniform_formats(self.baselines):
-            bench.uniform(block_format, self.opponent("uniform", learned))
+            bench.uniform(block_format, flat)
         for name in self.opponents:
             settings = self.opponent(name, learned)
             bench.searched(settings, self.budget, name=name, weights=self.opponent_stages)
@@ -238,7 +241,10 @@ class SearchPlan:
 
 
 def uniform_settings(settings: SearchSettings) -> SearchConfig:
-    """Of uniform rows. Where each search learns rotations anew, they have what these start from."""
+    """Of uniform rows. Where each search learns rotations anew, they have what these start from, and where
+    inputs are selected for a search's formats, all are rotated."""
+    if settings.transform == "hadamard_selected":
+        return settings.for_search("uniform", transform="hadamard_block")
     if settings.transform == "learned" and settings.rotation.file is None:
         start = {"transform": "hadamard_block", "rotation": RotationConfig()}
         return settings.for_search("uniform", **start)

@@ -116,6 +116,25 @@ def test_evaluate_and_compare_measure_uniform_formats_with_a_transform(run, tmp_
     assert first.nll == second.nll != results(tmp_path / "plain")[0].nll
 
 
+def test_searches_of_a_comparison_select_the_same_inputs(run, tmp_path):
+    code, _, err = run(
+        compare,
+        *TINY,
+        *CALIBRATION,
+        "budgets=[5.0]",
+        "searches=[kl_per_bit,differentiable]",
+        "search.steps=2",
+        "search.transform=hadamard_selected",
+        "baselines=[uniform]",
+        f"run.folder={tmp_path}/run",
+    )
+    assert code == 0, err
+    rows = {row.label: row for row in results(tmp_path / "run")}
+    chosen = [rows[f"{name} + hadamard selected"].transform for name in ("dMX", "kl_per_bit")]
+    assert chosen[0] == chosen[1] and chosen[0]["inputs"]
+    assert "uniform mxfp4 + hadamard block" in rows
+
+
 def test_an_ablation_measures_the_transformed_model(run, tmp_path):
     for name in ("none", "hadamard_block"):
         code, _, err = run(
@@ -144,6 +163,7 @@ def test_an_ablation_measures_the_transformed_model(run, tmp_path):
     ("command", "arguments", "says"),
     [
         (evaluate, ["transform=learned"], "transform=learned with transform_file=None"),
+        (evaluate, ["transform=hadamard_selected"], "transform='hadamard_selected'"),
         (evaluate, ["transform=turn"], "none, hadamard_block, hadamard_full, learned"),
         (evaluate, ["transform=learned", "transform_file=gone.safetensors"], "cannot be read"),
         (search, ["search.transform=learned", "search.name=kl"], "only the differentiable search"),
