@@ -20,6 +20,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Modules with long tests first: one that begins last keeps the other worker waiting.
+    long = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in long)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, none is here")

@@ -132,6 +132,7 @@ def test_the_wheel_is_found_alone(environment, tmp_path):
     assert found[3:7] == ["None"] * 4
 
 
+@pytest.mark.slow
 def test_a_search_runs_from_the_wheel(installed, tmp_path):
     done = installed("search", *TINY, "baselines=[bf16,kl]", "run.folder=out")
     assert done.returncode == 0, done.stderr[-3000:]

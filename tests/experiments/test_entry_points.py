@@ -463,6 +463,7 @@ def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_twice_goes_on_to_the_same_result(run, tmp_path):
     steps = 30  # enough to be still at it when the signal comes, also on a busy machine
     arguments = [

@@ -32,6 +32,7 @@ def export(model, assignment, folder, target, **options):
 
 
 @needs("compressed-tensors")
+@pytest.mark.slow
 def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
     loaded = make_tiny("llama")  # float32: exported, and compared, in bf16
     assignment = mixed(loaded.model, HELD["compressed_tensors"])

@@ -106,8 +106,8 @@ def test_no_assignment_has_a_loss_that_is_one_percent_lower(operands, family, sh
             lr=0.3,
             momentum=0.9,
             lr_schedule="cosine",
-            steps=400,
-            evaluate_every=400,
+            steps=250,
+            evaluate_every=250,
         ),
     ]
     space, budget = search_space(model, configs[0]), Budget(limit)

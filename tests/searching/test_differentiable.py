@@ -1,6 +1,7 @@
 """The gradient search: what it finds, what it leaves behind, and how it goes on after a stop."""
 
 import copy
+import functools
 import itertools
 import json
 import warnings
@@ -27,11 +28,13 @@ from dmx.searching.result import SearchResult
 from tests.settings import search_config
 
 
+@functools.cache
 def text_batches(tokenizer, n=6, rows=4, window=64):
     text = load_text(DataConfig(name="embedded", split="calibration", max_characters=60_000))
     return token_batches(encode(tokenizer, text), window, rows, seed=0, n_batches=n)
 
 
+@functools.cache
 def held_out(tokenizer):
     text = load_text(DataConfig(name="embedded", split="evaluation", max_characters=20_000))
     return encode(tokenizer, text)

@@ -88,6 +88,7 @@ def all_divergences(run):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("limit", [4.5, 5.0])
 def test_from_bad_starts_it_ends_at_the_best_choice_or_within_one_percent(family, limit, tiny):

@@ -1,5 +1,7 @@
 """Assignments for the tests of what becomes of the weights."""
 
+import functools
+
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
@@ -19,6 +21,7 @@ def mixed(model, rule="floor", units="layer"):
     return make_assignment(space, choice, model, scale_rules=rule)
 
 
+@functools.cache
 def text_batches(tokenizer, count=16):
     """(4, 64) tokens each, of text as the tiny models are trained on."""
     text = encode(tokenizer, load_text(DataConfig(name="embedded", split="calibration")))
