@@ -94,7 +94,7 @@ def _complete(arguments: Sequence[str]) -> None:
     """
     words = re.split(r"\s+", os.environ.get("COMP_LINE", "").lstrip(), maxsplit=2)
     if not any(a.startswith("query=") for a in arguments):
-        _run("search", "dmx", arguments)
+        _run("running.completion", "dmx", arguments)
     elif len(words) < 3:
         print(" ".join(name for name in COMMANDS if name.startswith(words[-1])))
     elif words[1] in COMMANDS:

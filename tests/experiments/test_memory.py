@@ -1,13 +1,11 @@
 """Freed memory is used again."""
 
 import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.forked import Forked
+
 CHILD = """
 import resource, torch
 from experiments.running.memory import keep_freed_memory
@@ -25,8 +23,7 @@ print(before, max(after[-10:]))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is set")
 def test_the_next_tensor_takes_the_memory_that_the_last_one_freed():
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    before, after = map(int, done.stdout.split())
+    out, err = Forked("-c", CHILD).communicate()
+    assert out, err
+    before, after = map(int, out.split())
     assert after < before / 10

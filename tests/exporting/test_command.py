@@ -25,6 +25,7 @@ def run(run, tmp_path):
     base = [
         "model=tiny_random",
         "data=synthetic",
+        "data.evaluation.max_characters=20000",
         "run.device=cpu",
         f"run.folder={tmp_path / 'run'}",
     ]

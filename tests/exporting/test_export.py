@@ -19,6 +19,7 @@ from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from dmx.weights.gptq import gptq
 from tests.exporting.conftest import HELD, VLLM, mixed, needs, unequal
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
@@ -61,6 +62,14 @@ def test_compressed_tensors_loads_in_a_fresh_process(make_tiny, tmp_path):
 
 
 @needs("compressed-tensors")
+def test_compressed_tensors_loads_weights_that_gptq_rounded(make_tiny, tmp_path, loaded_apart):
+    model = make_tiny("llama", dtype="bfloat16").model
+    batches = list(torch.randint(0, 257, (3, 2, 48), generator=torch.Generator().manual_seed(1)))
+    rounded = gptq(model, mixed(model, HELD["compressed_tensors"]), batches)
+    assert export(model, rounded, tmp_path / "out", "compressed_tensors").verification.equal
+
+
+@needs("compressed-tensors")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_compressed_tensors_equals_the_fake_quantized_model(
     architecture, make_tiny, tmp_path, loaded_apart
@@ -90,7 +99,7 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
 
 
 @needs("torchao")
-def test_torchao_loads_all_five_formats_in_a_fresh_process(make_tiny, tmp_path):
+def test_torchao_loads_all_five_formats_from_several_files(make_tiny, tmp_path, loaded_apart):
     loaded = make_tiny("qwen2", dtype="bfloat16")
     done = export(
         loaded.model,

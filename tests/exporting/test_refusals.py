@@ -2,8 +2,6 @@
 
 import dataclasses
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 
 import numpy as np
@@ -25,6 +23,7 @@ from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from tests.exporting.conftest import VLLM, mixed, unequal
+from tests.forked import Forked
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -102,17 +101,18 @@ with new_folder(Path(sys.argv[1])) as scratch:
 
 def test_what_a_killed_export_left_goes_with_the_next_and_a_live_one_stays(case, tmp_path):
     _, export = case
-    command = [sys.executable, "-c", _STARTS_AND_STAYS, str(tmp_path / "out")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "writing\n"
+    process = Forked("-c", _STARTS_AND_STAYS, tmp_path / "out")
+
+    def meanwhile():
+        if process.outputs()[0] != "writing\n":
+            return False
         (scratch,) = tmp_path.iterdir()
-        try:
-            export(folder=tmp_path / "other")
-            assert (scratch / "half").exists()
-            export()  # beside one that is still at it
-            assert (scratch / "half").exists() and (tmp_path / "out" / "config.json").exists()
-        finally:
-            process.kill()
+        export(folder=tmp_path / "other")
+        assert (scratch / "half").exists()
+        export()  # beside one that is still at it
+        return (scratch / "half").exists() and (tmp_path / "out" / "config.json").exists()
+
+    process.kill_once(meanwhile)
     shutil.rmtree(tmp_path / "out")
     export()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out"]

@@ -657,12 +657,3 @@ def test_names_alone_take_the_weights_along(tiny_random, tmp_path):
     dmx.export(model, rounded, tmp_path / "out", target="assignment")
     dmx.apply(model, Assignment.load(tmp_path / "out" / "assignment.json"))
     assert torch.equal(logits(model), expected)
-
-
-@pytest.mark.slow
-def test_a_fresh_process_loads_the_rounded_weights(make_tiny, tmp_path):
-    pytest.importorskip("compressed_tensors")
-    model = make_tiny("llama", dtype="bfloat16").model
-    rounded = gptq(model, mixed(model), BATCHES)
-    done = dmx.export(model, rounded, tmp_path / "out", target="compressed_tensors")
-    assert done.verification.equal
