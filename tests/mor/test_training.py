@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def run(model, folder: Path, recipe="tensor", config=None, seed=0):
     return model, result
 
 
+@pytest.fixture(scope="module")
+def _kept(tmp_path_factory):
+    return {"folder": tmp_path_factory.mktemp("kept") / "run"}
+
+
+@pytest.fixture
+def finished(tiny_random, tmp_path, _kept):
+    """Of a run to its end, trained once for all: a copy of its folder, and its result."""
+    if "result" not in _kept:
+        _, _kept["result"] = run(tiny_random.model, _kept["folder"])
+    shutil.copytree(_kept["folder"], tmp_path / "finished")
+    return tmp_path / "finished", _kept["result"]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_learns_and_leaves_its_logs(tiny_random, tmp_path, recipe):
     _, result = run(tiny_random.model, tmp_path, recipe)
@@ -115,10 +130,10 @@ def test_a_run_that_died_ends_with_the_same_numbers(tiny_random, tmp_path, recip
         assert read_log(tmp_path / "died/mor.jsonl") == read_log(tmp_path / "whole/mor.jsonl")
 
 
-def test_what_a_kill_tore_is_cut_off_and_written_again(tiny_random, tmp_path):
-    _, whole = run(tiny_random.model, tmp_path / "whole")
+def test_what_a_kill_tore_is_cut_off_and_written_again(tiny_random, tmp_path, finished):
+    complete, whole = finished
     folder = tmp_path / "torn"
-    run(tiny_random.model, folder)
+    shutil.copytree(complete, folder)
     (folder / CHECKPOINT).unlink()
     stale = folder / f".{CHECKPOINT}.abc.tmp"
     stale.write_text("half")
@@ -128,9 +143,9 @@ def test_what_a_kill_tore_is_cut_off_and_written_again(tiny_random, tmp_path):
     _, again = run(tiny_random.model, folder)
     assert torch.equal(again.window_nll, whole.window_nll) and not stale.exists()
     for name in ("train", "validation"):
-        rows, expected = (read_rows(f / f"{name}.jsonl") for f in (folder, tmp_path / "whole"))
+        rows, expected = (read_rows(f / f"{name}.jsonl") for f in (folder, complete))
         assert [r["loss"] for r in rows] == [r["loss"] for r in expected]
-    assert read_log(folder / "mor.jsonl") == read_log(tmp_path / "whole" / "mor.jsonl")
+    assert read_log(folder / "mor.jsonl") == read_log(complete / "mor.jsonl")
 
 
 def test_a_damaged_checkpoint_is_named(tiny_random, tmp_path):
@@ -157,18 +172,18 @@ def test_an_outlier_after_the_last_step_is_refused(tiny_random, tmp_path):
         run(tiny_random.model, tmp_path, config=config)
 
 
-def test_a_finished_run_is_read_back(tiny_random, tmp_path):
-    _, first = run(tiny_random.model, tmp_path)
-    _, second = run(tiny_random.model, tmp_path)
+def test_a_finished_run_is_read_back(tiny_random, finished):
+    folder, first = finished
+    _, second = run(tiny_random.model, folder)
     assert torch.equal(first.window_nll, second.window_nll) and first.seconds == second.seconds
 
 
-def test_checkpoints_of_other_settings_are_refused(tiny_random, tmp_path):
-    run(tiny_random.model, tmp_path)
-    assert (tmp_path / CHECKPOINT).exists()
+def test_checkpoints_of_other_settings_are_refused(tiny_random, finished):
+    folder, _ = finished
+    assert (folder / CHECKPOINT).exists()
     for recipe, config in (("tensor", settings(lr=1e-4)), ("bf16", settings())):
         with pytest.raises(MorError, match="checkpoint of another run"):
-            run(tiny_random.model, tmp_path, recipe, config)
+            run(tiny_random.model, folder, recipe, config)
 
 
 def test_outlier_hurts_current_scaling_and_not_mor(tiny_trained, tmp_path):
@@ -208,12 +223,12 @@ def test_outlier_hurts_current_scaling_and_not_mor(tiny_trained, tmp_path):
     assert all(name.startswith(mlp) for name, _ in fallen)
 
 
-def test_activation_checkpointing_gives_the_same_numbers(tiny_random, tmp_path):
-    _, plain = run(tiny_random.model, tmp_path / "plain")
+def test_activation_checkpointing_gives_the_same_numbers(tiny_random, tmp_path, finished):
+    folder, plain = finished
     config = settings(activation_checkpointing=True)
     _, saved = run(tiny_random.model, tmp_path / "saved", config=config)
     assert torch.equal(plain.window_nll, saved.window_nll)
-    assert read_log(tmp_path / "plain/mor.jsonl") == read_log(tmp_path / "saved/mor.jsonl")
+    assert read_log(folder / "mor.jsonl") == read_log(tmp_path / "saved/mor.jsonl")
 
 
 def test_schedule_rises_then_falls_to_its_share():

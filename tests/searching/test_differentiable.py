@@ -329,21 +329,22 @@ def search_and_die(model, batches, config, folder, after):
         handle.remove()
 
 
-@pytest.mark.parametrize("after", [3, 20, 33])
 @pytest.mark.parametrize(
     "options",
     [{"objective": "cross_entropy"}, {"objective": "kl"}, {"choices": "separate"}],
     ids=["cross_entropy", "kl", "separate"],
 )
-def test_a_search_that_died_goes_on_to_the_same_numbers(after, options, tiny, tmp_path):
+def test_a_search_that_died_goes_on_to_the_same_numbers(options, tiny, tmp_path):
     model, batches = tiny
     config = search_config(steps=24, raw_start=1.0, evaluate_every=8, checkpoint_every=5, **options)
     whole = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "whole")
-    search_and_die(model, batches, config, tmp_path / "died", after)
-    resumed = dmx.search(model, batches, Budget(5.0), config, folder=tmp_path / "died")
-    assert resumed.assignment == whole.assignment
-    assert numbers(resumed.history) == numbers(whole.history)
-    np.testing.assert_array_equal(resumed.raw_offsets, whole.raw_offsets)
+    for after in (3, 20, 33):
+        folder = tmp_path / f"died-{after}"
+        search_and_die(model, batches, config, folder, after)
+        resumed = dmx.search(model, batches, Budget(5.0), config, folder=folder)
+        assert resumed.assignment == whole.assignment
+        assert numbers(resumed.history) == numbers(whole.history)
+        np.testing.assert_array_equal(resumed.raw_offsets, whole.raw_offsets)
 
 
 @pytest.mark.gpu
