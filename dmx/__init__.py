@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dmx.applying.apply import apply, restore
+    from dmx.applying.calibrate import calibrate_inputs
     from dmx.applying.quantizers import continuous_fake_quant, fake_quant
     from dmx.assignment.assignment import Assignment
     from dmx.assignment.budget import Budget
@@ -31,6 +32,7 @@ __all__ = [
     "SearchConfig",
     "SearchResult",
     "apply",
+    "calibrate_inputs",
     "continuous_fake_quant",
     "export",
     "fake_quant",
@@ -47,6 +49,7 @@ __all__ = [
 
 _HOMES = {
     "applying.apply": ("apply", "restore"),
+    "applying.calibrate": ("calibrate_inputs",),
     "applying.quantizers": ("continuous_fake_quant", "fake_quant"),
     "assignment.assignment": ("Assignment",),
     "assignment.budget": ("Budget",),

@@ -2,14 +2,17 @@
 
 An *element format* says how one value is stored; a *block format* is an element format plus a
 scale that neighbours along the contraction axis share: in the MX formats 32 of them an 8-bit power
-of two (E8M0). Layers that stay in 16 bits have the format `bf16`, which is no block format. Every
-derived number (largest value, bias, bits, codes) is computed from the bit fields, so there is one
-home for each.
+of two (E8M0), in `nvfp4` 16 of them an E4M3 number, which is relative to one float32 number of the
+whole tensor, in `fp8` a whole row one float32 number. Layers that stay in 16 bits have the format
+`bf16`, which is no block format. Every derived number (largest value, bias, bits, codes) is computed
+from the bit fields, so there is one home for each.
 
-Source: OCP Microscaling Formats (MX) v1.0, section 5 (formats) and 6.3 (shared scale).
+Source: OCP Microscaling Formats (MX) v1.0, section 5 (formats) and 6.3 (shared scale); for nvfp4 and
+fp8 the files of compressed-tensors 0.20 (`nvfp4-pack-quantized`, `float-quantized`).
 """
 
 import difflib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,13 +25,16 @@ Operand = Literal["weight", "input"]
 """One side of a linear layer's product."""
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
-ScaleRule = Literal["floor", "ceil", "even", "rceil", "mse"]
-"""How the shared exponent follows from a block; see `dmx.numerics.scaling`."""
+ScaleRule = Literal["floor", "ceil", "even", "rceil", "mse", "amax/6", "4over6", "amax/448"]
+"""How the scale follows from a block; see `dmx.numerics.scaling` and `dmx.numerics.scaled`. A format has
+some of them: `BlockFormat.rules`."""
+ALL_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
 SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil")
-"""Those that look at a block's amax alone."""
-WEIGHT_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
+"""Those of the MX formats that look at a block's amax alone."""
+WEIGHT_RULES: tuple[ScaleRule, ...] = (*SCALE_RULES, "mse")
+"""Those of the MX formats."""
 RULE_OPERANDS: dict[ScaleRule, tuple[Operand, ...]] = {
-    rule: OPERANDS if rule in SCALE_RULES else ("weight",) for rule in WEIGHT_RULES
+    rule: ("weight",) if rule in ("mse", "4over6") else OPERANDS for rule in ALL_RULES
 }
 """The operands that a rule is for; one that looks at more than amax is for weights alone."""
 
@@ -145,16 +151,31 @@ class ScaleFormat:
 
     name: str
     bits: int
-    bias: int
-    """Code of the scale 1; scales are powers of two, `2**(code - bias)`."""
-    nan_code: int
-    """Marks a block that is NaN as a whole."""
+    rules: tuple[ScaleRule, ...]
+    """How it may follow from a block; the first one where nothing is said."""
+    bias: int = 0
+    """Of powers of two: code of the scale 1, the scale is `2**(code - bias)`."""
+    nan_code: int = 0
+    """Of scales that are codes: marks a block that is NaN as a whole."""
+    element: ElementFormat | None = None
+    """Of scales that are codes of an element format; None: powers of two, or plain float32."""
+    global_bits: int = 0
+    """Of one more number that the scales of a whole tensor are relative to; 0: there is none."""
 
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether the scales are exponents, as those of the MX formats."""
+        return self.bias > 0
 
-E8M0 = ScaleFormat("e8m0", 8, bias=127, nan_code=255)
+
+E8M0 = ScaleFormat("e8m0", 8, WEIGHT_RULES, bias=127, nan_code=255)
+E4M3_OF_TENSOR = ScaleFormat(
+    "e4m3", 8, ("amax/6", "4over6", "mse"), nan_code=E4M3.nan_code, element=E4M3, global_bits=32
+)
+FLOAT32 = ScaleFormat("float32", 32, ("amax/448",))
 
 
 @dataclass(frozen=True)
@@ -165,9 +186,25 @@ class BlockFormat:
     element: ElementFormat
     scale: ScaleFormat = E8M0
     block_size: int = BLOCK_SIZE
+    """0: a whole row, of whatever length."""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def rules(self) -> tuple[ScaleRule, ...]:
+        """Scale rules that there are for it, the usual one first."""
+        return self.scale.rules
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether its scales are powers of two, one for each 32 values."""
+        return self.scale.is_power_of_two
+
+    @cached_property
+    def needs_input_amax(self) -> bool:
+        """Whether inputs are quantized with a number of the whole tensor, which calibration fixes."""
+        return self.scale.global_bits > 0
 
     @cached_property
     def element_bits(self) -> float:
@@ -176,16 +213,29 @@ class BlockFormat:
 
     @cached_property
     def bits_per_element(self) -> float:
-        """Bits of one stored value with its share of the scale: 4.25, 6.25, 8.25."""
-        return self.element.bits + self.scale.bits / self.block_size
+        """Bits of one stored value with its share of the scale: 4.25, 6.25, 8.25; nvfp4 4.5, fp8 8. What a
+        scale of a row or of a tensor adds depends on the shape: `bits`."""
+        return self.element.bits + self.scale.bits / (self.block_size or math.inf)
 
-    def bits(self, unit: BitUnit) -> float:
-        """Bits of one value in either unit."""
-        return self.element_bits if unit == "element_bits" else self.bits_per_element
+    def bits(self, unit: BitUnit, shape: tuple[int, int] | None = None) -> float:
+        """Bits of one value in either unit.
+
+        Args:
+            shape: (out_features, in_features) of the weight; None: of a very large one.
+        """
+        if unit == "element_bits":
+            return self.element_bits
+        if shape is None or self.is_mx:
+            return self.bits_per_element
+        return self.element.bits + self.scale_bits(shape) / (shape[0] * shape[1])
+
+    def scale_bits(self, shape: tuple[int, int]) -> int:
+        """Bits of all scales of a weight (out_features, in_features)."""
+        return shape[0] * self.blocks(shape[1]) * self.scale.bits + self.scale.global_bits
 
     def blocks(self, n: int) -> int:
         """Blocks that n values along the axis make; the last one may be short."""
-        return -(-n // self.block_size)
+        return -(-n // (self.block_size or max(n, 1)))
 
 
 @dataclass(frozen=True)
@@ -199,7 +249,7 @@ class Unquantized:
     def __str__(self) -> str:
         return self.name
 
-    def bits(self, unit: BitUnit) -> float:
+    def bits(self, unit: BitUnit, shape: tuple[int, int] | None = None) -> float:
         """16 in either unit: there are no scales."""
         return self.element_bits if unit == "element_bits" else self.bits_per_element
 
@@ -213,10 +263,12 @@ MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3)
 MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2)
 MXFP8_E4M3 = BlockFormat("mxfp8_e4m3", E4M3)
 MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2)
+NVFP4 = BlockFormat("nvfp4", E2M1, E4M3_OF_TENSOR, 16)
+FP8 = BlockFormat("fp8", E4M3, FLOAT32, 0)
 BF16 = Unquantized("bf16")
 
 MX_FORMATS = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2)
-BLOCK_FORMATS = {f.name: f for f in MX_FORMATS}
+BLOCK_FORMATS = {f.name: f for f in (*MX_FORMATS, NVFP4, FP8)}
 FORMATS: dict[str, Format] = {**BLOCK_FORMATS, BF16.name: BF16}
 ALIASES = {"mxfp4_e2m1": "mxfp4", "mxfp6": "mxfp6_e2m3", "mxfp8": "mxfp8_e4m3"}
 
@@ -226,7 +278,7 @@ class Family:
     """The formats that one offset moves between, smallest first, at offsets evenly in [0, 2]."""
 
     name: str
-    formats: tuple[BlockFormat, ...]
+    formats: tuple[Format, ...]
 
     def __str__(self) -> str:
         return self.name
@@ -244,6 +296,11 @@ class Family:
     def steps(self, unit: BitUnit) -> tuple[float, ...]:
         """Bits that each format adds to the one before it."""
         return tuple(b.bits(unit) - a.bits(unit) for a, b in pairwise(self.formats))
+
+    @property
+    def is_mx(self) -> bool:
+        """Whether all scales are powers of two, one for each 32 values."""
+        return all(isinstance(f, BlockFormat) and f.is_mx for f in self.formats)
 
     @property
     def setting(self) -> str | list[str]:
@@ -319,7 +376,7 @@ def family_name(formats: Sequence[str]) -> str:
 
 
 def get_family(asked: str | Sequence[str] | Family, *, setting: str = "search.family") -> Family:
-    """Family by name, or by its block formats, cheapest first.
+    """Family by name, or by its formats, cheapest first; bf16 may be one.
 
     Raises:
         FormatError: no such family, or no list that can be one; says what is allowed.
@@ -327,25 +384,25 @@ def get_family(asked: str | Sequence[str] | Family, *, setting: str = "search.fa
     if isinstance(asked, Family):
         return asked
     if isinstance(asked, list | tuple):
-        formats = tuple(get_block_format(name, setting=setting) for name in asked)
+        formats = tuple(get_format(name, setting=setting) for name in asked)
         _check_family(formats, setting)
         name = family_name([f.name for f in formats])
         return FAMILIES.get(name) or Family(name, formats)
     if asked not in FAMILIES:
         raise FormatError(
             f"{setting}={asked!r} is no format family.{_nearest(str(asked), list(FAMILIES))} "
-            f"Allowed: {', '.join(FAMILIES)}, or a list of two to four block formats, cheapest first: "
+            f"Allowed: {', '.join(FAMILIES)}, or a list of two to four formats, cheapest first: "
             f"{setting}=[mxfp4,mxfp6_e2m3]."
         )
     return FAMILIES[asked]
 
 
-def _check_family(formats: tuple[BlockFormat, ...], setting: str) -> None:
+def _check_family(formats: tuple[Format, ...], setting: str) -> None:
     """Raise FormatError unless these formats can be a family."""
     given = f"{setting}=[{','.join(map(str, formats))}]"
     if len(formats) not in FAMILY_SIZES:
         raise FormatError(
-            f"{given} has {len(formats)} formats. A family has two to four block formats, cheapest "
+            f"{given} has {len(formats)} formats. A family has two to four formats, cheapest "
             f"first: {setting}=[mxfp4,mxfp6_e2m3]."
         )
     for low, high in pairwise(formats):
@@ -356,7 +413,9 @@ def _check_family(formats: tuple[BlockFormat, ...], setting: str) -> None:
             )
 
 
-def soft_path(family: Family, rules: Sequence[ScaleRule], asked: AskedPath = "auto") -> SoftPath:
+def soft_path(
+    family: Family, rules: Sequence[ScaleRule | None], asked: AskedPath = "auto"
+) -> SoftPath:
     """Path of the continuous quantizer for one operand.
 
     Args:
@@ -369,7 +428,7 @@ def soft_path(family: Family, rules: Sequence[ScaleRule], asked: AskedPath = "au
     if asked == "element" and not has_element:
         raise FormatError(
             f"search.descent.path=element: there is no element path between {', '.join(map(str, family.formats))} "
-            f"with the scale rules {', '.join(rules)}. It exists for {', '.join(FAMILIES)} with floor "
+            f"with the scale rules {', '.join(rule or 'none' for rule in rules)}. It exists for {', '.join(FAMILIES)} with floor "
             "alone. Use search.descent.path=auto or search.descent.path=line."
         )
     return "element" if has_element and asked != "line" else "line"
@@ -384,6 +443,31 @@ def check_choice(value: object, allowed: tuple[str, ...], setting: str) -> None:
         )
 
 
-def check_rule(value: object, operand: Operand, setting: str) -> None:
-    """Raise FormatError unless value is a scale rule for this operand; says which are."""
-    check_choice(value, tuple(r for r, on in RULE_OPERANDS.items() if operand in on), setting)
+def check_rule(
+    value: object, operand: Operand, setting: str, block_format: BlockFormat | None = None
+) -> None:
+    """Raise FormatError unless value is a scale rule for this operand; says which are.
+
+    Args:
+        block_format: that must have the rule; None: any does.
+    """
+    rules = ALL_RULES if block_format is None else block_format.rules
+    check_choice(value, tuple(r for r in rules if operand in RULE_OPERANDS[r]), setting)
+
+
+def scale_rule_of(
+    block_format: BlockFormat, asked: ScaleRule | None, setting: str = "scale_rule"
+) -> ScaleRule:
+    """The rule that is asked for, the format's usual one for None.
+
+    Raises:
+        FormatError: the format does not have it; says which it has.
+    """
+    if asked is None:
+        return block_format.rules[0]
+    if asked not in block_format.rules:
+        check_choice(asked, ALL_RULES, setting)
+        raise FormatError(
+            f"{setting}={asked!r} is not for {block_format}. Allowed: {', '.join(block_format.rules)}."
+        )
+    return asked

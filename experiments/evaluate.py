@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from dmx.data import DataPair
-from dmx.formats import MX_FORMATS, check_choice
+from dmx.formats import BLOCK_FORMATS, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import RotationConfig
@@ -58,7 +58,7 @@ class EvaluateRun:
             )
         check_choice(self.safety, settings.SAFETY, "safety")
         if not self.assignments:
-            names = ", ".join(map(str, MX_FORMATS))
+            names = ", ".join(BLOCK_FORMATS)
             raise settings.ConfigError(
                 "assignments is empty: give paths of assignment.json files, bf16, or uniform "
                 f"formats ({names}): assignments=[bf16,path/to/assignment.json]"
@@ -76,7 +76,8 @@ def main(cfg: DictConfig) -> None:
         transform=config.transform,
         rotation=RotationConfig(file=config.transform_file),
     )
-    calibration = config.calibration if config.safety != "off" else None
+    sees_inputs = any(source.needs_calibration for source in sources)
+    calibration = config.calibration if config.safety != "off" or sees_inputs else None
     meta = meta_model(config.model)
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load

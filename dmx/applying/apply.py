@@ -18,6 +18,18 @@ from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.stage import Transform
 
 
+def block_quantizer(
+    assignment: Assignment, layer: str, operand: Operand, block_format: BlockFormat
+) -> BlockQuantizer:
+    """What quantizes an operand of a layer to its block format, by the assignment's rule.
+
+    Raises:
+        AssignmentError: of an input, what calibration must measure of it is missing.
+    """
+    amax = assignment.amax_of_input(layer) if operand == "input" else None
+    return BlockQuantizer(block_format, assignment.rule(operand, block_format), amax)
+
+
 class Safety(Protocol):
     """A run-time guard around the quantizers of a model, for example `mor.SafetyNet`."""
 
@@ -56,7 +68,8 @@ def apply(
 
     Raises:
         ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
-        AssignmentError: the assignment is for another model, or its weights are of another model.
+        AssignmentError: the assignment is for another model, its weights are of another model, or
+            inputs are quantized to nvfp4 and their range was not measured.
     """
     if is_applied(model):
         raise ModelError(
@@ -68,12 +81,15 @@ def apply(
     assignment.check(model)
     transform = Transform.of(assignment)
     stored = stored_weights(assignment) if weights else {}
+    if inputs:
+        for name in assignment.formats:
+            assignment.amax_of_input(name)
 
     def quantizer(name: str, operand: Operand) -> Quantizer | None:
         block_format = assignment.format_of(operand, name)
         if not isinstance(block_format, BlockFormat):
             return None
-        plain: Quantizer = BlockQuantizer(block_format, assignment.rule(operand, block_format))
+        plain: Quantizer = block_quantizer(assignment, name, operand, block_format)
         if operand == "weight":
             plain = stored.get(name, plain)
         return plain if safety is None else safety.guard(plain, name, operand)
@@ -95,7 +111,7 @@ def apply(
             cache_weights=cache_weights,
         )
 
-    undo = transform.install(model, assignment.quantized)
+    undo = transform.install(model, assignment.transformed)
     try:
         originals = replace_layers(model, make)
     except BaseException:

@@ -40,13 +40,18 @@ class Quantizer(Protocol):
 class _FakeQuant(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+        ctx: Any,
+        x: Tensor,
+        block_format: BlockFormat,
+        axis: int,
+        scale_rule: ScaleRule | None,
+        amax: Tensor | float | None,
     ) -> Tensor:
-        return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule)
+        return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, amax=amax)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grads[0], None, None, None, None
 
 
 def fake_quant(
@@ -54,14 +59,18 @@ def fake_quant(
     block_format: str | BlockFormat,
     *,
     axis: int = -1,
-    scale_rule: ScaleRule = "floor",
+    scale_rule: ScaleRule | None = None,
+    amax: Tensor | float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """x as the block format holds it, in the dtype of x; the gradient passes straight through.
 
     Args:
         x: fp32, bf16 or fp16; any shape with at least one axis, also empty or non-contiguous.
-        axis: blocks of 32 run along it; a short last block stands as it is.
+        axis: blocks run along it, of 32 values in MX formats; a short last block stands as it is.
+        scale_rule: None = the usual one of the format: floor, amax/6 (nvfp4), amax/448 (fp8).
+        amax: of nvfp4 the largest magnitude of the tensor that its global scale is made for, of fp8 of each
+            row; None = that of x.
         out: receives the result; has x's shape and dtype, may be x, not under grad.
 
     Returns:
@@ -71,32 +80,35 @@ def fake_quant(
         TypeError: float64 or integers. FormatError: unknown format or rule, or bf16.
         ValueError: out of another shape or dtype, or out while x needs a gradient.
 
-    Source: OCP Microscaling Formats v1.0, sections 5 and 6.3.
+    Source: OCP Microscaling Formats v1.0, sections 5 and 6.3; nvfp4 and fp8: `dmx.numerics.scaled`.
     """
     block_format = get_block_format(block_format)
     if torch.is_grad_enabled() and x.requires_grad:
         if out is not None:
             raise ValueError("out= cannot be used while x needs a gradient; use torch.no_grad()")
-        result: Tensor = _FakeQuant.apply(x, block_format, axis, scale_rule)
+        result: Tensor = _FakeQuant.apply(x, block_format, axis, scale_rule, amax)
         return result
-    return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
+    return ops.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, amax=amax, out=out)
 
 
 class _ContinuousFakeQuant(torch.autograd.Function):
     """Saves x and the row of parameters; the backward pass recomputes the rest."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, offset: Tensor, parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, offset: Tensor, parameters: Tensor, amax: float | None
+    ) -> Tensor:
         ctx.save_for_backward(x, parameters)
-        return ops.continuous_fake_quant(x, parameters)
+        ctx.amax = amax
+        return ops.continuous_fake_quant(x, parameters, amax=amax)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
         x, parameters = ctx.saved_tensors
         grad_x, grad_offset = ops.continuous_fake_quant_backward(
-            grads[0], x, parameters, needs_grad_x=ctx.needs_input_grad[0]
+            grads[0], x, parameters, amax=ctx.amax, needs_grad_x=ctx.needs_input_grad[0]
         )
-        return grad_x, grad_offset, None
+        return grad_x, grad_offset, None, None
 
 
 def continuous_fake_quant(
@@ -104,17 +116,19 @@ def continuous_fake_quant(
     offset: Tensor,
     family: str | Sequence[str] | Family,
     *,
-    scale_rules: Sequence[ScaleRule] | None = None,
+    scale_rules: Sequence[ScaleRule | None] | None = None,
     path: AskedPath = "auto",
+    amax: float | None = None,
 ) -> Tensor:
     """x at a real-valued position between the formats of a family; differentiable in both.
 
     Args:
-        x: fp32, bf16 or fp16; blocks of 32 along the last axis.
+        x: fp32, bf16 or fp16; blocks along the last axis.
         offset: 0-d float32 in [0, 2], on the device of x.
-        family: a known name, or two to four block formats of rising bits.
-        scale_rules: of each format; None: floor.
+        family: a known name, or two to four formats of rising bits.
+        scale_rules: of each format; None: the usual ones.
         path: element | line | auto, the element path where there is one; see `dmx.numerics.continuous`.
+        amax: as of `fake_quant`.
 
     Returns:
         Shape and dtype of x.
@@ -136,16 +150,19 @@ def continuous_fake_quant(
         raise ValueError(f"offset must lie in [0, 2], got {value:g}; clamp it first")
     check_choice(path, PATHS, "path")
     parameters = continuous_parameters(offset, family, scale_rules, path)
-    result: Tensor = _ContinuousFakeQuant.apply(x, offset, parameters)
+    result: Tensor = _ContinuousFakeQuant.apply(x, offset, parameters, amax)
     return result
 
 
 @dataclass(frozen=True)
 class BlockQuantizer:
-    """One MX format along the last axis."""
+    """One block format along the last axis."""
 
     block_format: BlockFormat
-    scale_rule: ScaleRule = "floor"
+    scale_rule: ScaleRule | None = None
+    """None = the usual one of the format."""
+    amax: float | None = None
+    """As of `fake_quant`; of inputs in nvfp4, by calibration."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return fake_quant(x, self.block_format, scale_rule=self.scale_rule)
+        return fake_quant(x, self.block_format, scale_rule=self.scale_rule, amax=self.amax)

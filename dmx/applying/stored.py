@@ -1,7 +1,8 @@
 """Weights that were rounded beforehand: packed codes and scale bytes a layer, as one safetensors file.
 
     <layer>.codes    uint8 (out, bytes), packed as `dmx.numerics.packing` says, rows padded to blocks
-    <layer>.scales   uint8 (out, blocks), E8M0
+    <layer>.scales   uint8 (out, blocks), E8M0 or E4M3; fp8: float32 (out, 1)
+    <layer>.global   float32 (1,), what E4M3 scales are divided by; nvfp4 alone
     <layer>.sample   float32 (<= 64,), some elements of the weight that was rounded
 
 The file takes bits_per_element and is exact. The sample tells whether a model still has the weights
@@ -23,13 +24,25 @@ from dmx.errors import AssignmentError
 from dmx.files import sha256
 from dmx.formats import BlockFormat, ScaleRule, get_format
 from dmx.kernels import ops
-from dmx.numerics.mx import MXTensor
-from dmx.numerics.packing import unpack_codes
+from dmx.numerics.mx import QuantizedTensor
+from dmx.numerics.packing import pack_codes, unpack_codes
 
 SAMPLE_SIZE = 64
 SAMPLES_MAY_DIFFER = 2.0**-8
 """Relative, root mean square: rounding to bfloat16 explains 2**-9, another model's weights exceed it."""
-_PARTS = ("codes", "scales", "sample")
+
+
+def _parts(block_format: BlockFormat) -> tuple[str, ...]:
+    return (
+        "codes",
+        "scales",
+        *(["inv_global"] if block_format.scale.global_bits else []),
+        "sample",
+    )
+
+
+_NAMES = {"inv_global": "global"}
+"""Field -> its name in the file, where that is another."""
 
 
 def sample_of(weight: Tensor) -> Tensor:
@@ -49,32 +62,51 @@ class StoredWeight:
     codes: Tensor
     scales: Tensor
     sample: Tensor
+    inv_global: Tensor | None = None
+    """(1,) float32, what E4M3 scales are divided by."""
 
     @classmethod
     def of(
-        cls, rounded: Tensor, weight: Tensor, block_format: BlockFormat, scale_rule: ScaleRule
+        cls,
+        rounded: Tensor,
+        weight: Tensor,
+        block_format: BlockFormat,
+        scale_rule: ScaleRule,
+        amax: Tensor | float | None = None,
     ) -> "StoredWeight":
-        """Keep a rounded weight.
+        """Keep a weight as the format holds it under the rule.
 
         Args:
-            rounded: (out, in) float32, values that the format holds under the rule.
+            rounded: (out, in) float32; where it was rounded already, values of the format.
             weight: (out, in), what it was rounded from.
+            amax: what the scales of rounded values were made for; see `dmx.numerics.quantize`.
         """
-        padded = F.pad(rounded, (0, -rounded.shape[1] % block_format.block_size))
-        codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
-        return cls(block_format, codes, scales, sample_of(weight))
+        padded = F.pad(rounded, (0, -rounded.shape[1] % (block_format.block_size or 1)))
+        sample = sample_of(weight)
+        if block_format.is_mx:
+            codes, scales = ops.quantize_packed(padded, block_format, scale_rule=scale_rule)
+            return cls(block_format, codes, scales, sample)
+        made = ops.quantize(padded, block_format, scale_rule=scale_rule, amax=amax)
+        inv_global = None if made.inv_global_scale is None else made.inv_global_scale.reshape(1)
+        codes = pack_codes(made.codes, block_format.element.bits)
+        return cls(block_format, codes, made.scale_codes, sample, inv_global)
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the codes and scales."""
-        return sha256(b"".join(t.cpu().numpy().tobytes() for t in (self.codes, self.scales)))
+        kept = (self.codes, self.scales, self.inv_global)
+        return sha256(b"".join(t.cpu().numpy().tobytes() for t in kept if t is not None))
 
     def __call__(self, x: Tensor) -> Tensor:
         """The stored weight in the shape and dtype of x, and on its device."""
         if self.codes.device != x.device:
             self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
+            if self.inv_global is not None:
+                self.inv_global = self.inv_global.to(x.device)
         codes = unpack_codes(self.codes, self.block_format.element.bits)
-        whole = MXTensor(codes, self.scales, self.block_format, -1, x.dtype).dequantize()
+        whole = QuantizedTensor(
+            codes, self.scales, self.block_format, -1, x.dtype, self.inv_global
+        ).dequantize()
         return whole[:, : x.shape[1]].contiguous()
 
     def check(self, weight: Tensor, layer: str) -> None:
@@ -91,9 +123,9 @@ class StoredWeight:
 def to_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:
     """The tensors of the file, on the CPU."""
     return {
-        f"{layer}.{part}": getattr(stored, part).cpu().contiguous()
+        f"{layer}.{_NAMES.get(part, part)}": getattr(stored, part).cpu().contiguous()
         for layer, stored in weights.items()
-        for part in _PARTS
+        for part in _parts(stored.block_format)
     }
 
 
@@ -130,18 +162,25 @@ def from_tensors(
         block_format = get_format(name)
         if not isinstance(block_format, BlockFormat):
             continue
-        parts = {part: left.pop(f"{layer}.{part}", None) for part in _PARTS}
-        codes, scales, sample = parts["codes"], parts["scales"], parts["sample"]
-        if codes is None or scales is None or sample is None:
+        parts = {p: left.pop(f"{layer}.{_NAMES.get(p, p)}", None) for p in _parts(block_format)}
+        if any(part is None for part in parts.values()):
             raise _refuse(f"lacks {layer}")
+        codes, scales = parts["codes"], parts["scales"]
+        assert codes is not None and scales is not None
         out, into = shapes[layer]
         blocks = block_format.blocks(into)
-        expected = (out, blocks * block_format.block_size * block_format.element.bits // 8)
+        padded = blocks * (block_format.block_size or into)
+        expected = (out, padded * block_format.element.bits // 8)
         if tuple(codes.shape) != expected or tuple(scales.shape) != (out, blocks):
             raise _refuse(f"holds {layer} in another format or shape than {name} {out} x {into}")
-        if codes.dtype != torch.uint8 or scales.dtype != torch.uint8:
-            raise _refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected uint8")
-        weights[layer] = StoredWeight(block_format, codes, scales, sample)
+        has_codes = block_format.is_mx or block_format.scale.element is not None
+        of_scales = torch.uint8 if has_codes else torch.float32
+        if codes.dtype != torch.uint8 or scales.dtype != of_scales:
+            shown = f"uint8 and {str(of_scales).removeprefix('torch.')}"
+            if of_scales == torch.uint8:
+                shown = "uint8"
+            raise _refuse(f"holds {layer} as {codes.dtype} and {scales.dtype}, expected {shown}")
+        weights[layer] = StoredWeight(block_format, **parts)  # type: ignore[arg-type]
     if left:
         raise _refuse(f"holds {next(iter(left))}, which is no part of the assignment")
     return weights

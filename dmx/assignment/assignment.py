@@ -23,6 +23,7 @@ from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import (
     ARTIFACTS,
     FIELDS,
+    OPTIONAL_FIELDS,
     SCHEMA,
     ArtifactKind,
     ScaleRules,
@@ -32,7 +33,7 @@ from dmx.assignment.file import (
 )
 from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace
-from dmx.errors import AssignmentError
+from dmx.errors import AssignmentError, FormatError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
     BIT_UNITS,
@@ -55,7 +56,7 @@ class Assignment:
     model: Mapping[str, Any]
     """id, revision, architecture_sha256"""
     formats: Mapping[str, str]
-    """layer name -> canonical format name of the weight; MX formats, or bf16."""
+    """layer name -> canonical format name of the weight; bf16 counts as 16 bits."""
     shapes: Mapping[str, tuple[int, int]]
     """layer name -> (out_features, in_features)"""
     bits: Mapping[str, float]
@@ -65,7 +66,7 @@ class Assignment:
     unquantized: tuple[str, ...] = ()
     units: str = "fused"
     scale_rules: ScaleRules = field(default_factory=dict)
-    """operand -> format name -> rule; `floor` where nothing is said. See `rule`."""
+    """operand -> format name -> rule; its usual one where nothing is said. See `rule`."""
     input_formats: Mapping[str, str] | None = None
     """layer name -> format name of the input, bf16 where it is left alone; None: as `formats`."""
     transform: Mapping[str, Any] | None = None
@@ -75,6 +76,9 @@ class Assignment:
     nearest."""
     budget: Mapping[str, Any] | None = None
     search: SearchFacts = field(default_factory=SearchFacts)
+    input_amax: Mapping[str, float] | None = None
+    """layer name -> largest magnitude of the input, transformed, on calibration data; of inputs whose
+    format has one scale for whole tensors (nvfp4). None: of none."""
     folder: Path | None = field(default=None, compare=False, repr=False)
     """Where it was loaded from, which holds its artifacts; not in the file."""
     unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -95,12 +99,24 @@ class Assignment:
         return rule_of(self.scale_rules, operand, block_format)
 
     def with_rule(self, operand: Operand, rule: ScaleRule) -> "Assignment":
-        """This assignment with one scale rule for an operand; FormatError where the rule is not for it."""
+        """This assignment with one scale rule for an operand, in all of its formats that have the rule.
+
+        Raises:
+            FormatError: the rule is not for the operand, or no format has it.
+        """
         check_rule(rule, operand, f"scale_rules.{operand}")
-        used = {f.name for f in self.block_formats(operand).values()}
-        return replace(
-            self, scale_rules={**self.scale_rules, operand: dict.fromkeys(sorted(used), rule)}
-        )
+        used = {f.name: f for f in self.block_formats(operand).values()}
+        if used and not any(rule in f.rules for f in used.values()):
+            has = "; ".join(f"{f}: {', '.join(f.rules)}" for f in used.values())
+            raise FormatError(
+                f"scale_rules.{operand}={rule!r} is a rule of none of the formats of the assignment. "
+                f"They have: {has}."
+            )
+        rules = {
+            name: rule if rule in f.rules else self.rule(operand, f)
+            for name, f in sorted(used.items())
+        }
+        return replace(self, scale_rules={**self.scale_rules, operand: rules})
 
     def artifact(self, kind: ArtifactKind) -> Path:
         """Path of the file that the transform or the weights name, with its SHA-256 checked.
@@ -157,6 +173,32 @@ class Assignment:
         """Layers whose weights are in a block format."""
         return tuple(self.block_formats("weight"))
 
+    @property
+    def transformed(self) -> tuple[str, ...]:
+        """Layers whose weight or input is in a block format: those that a transform of inputs is for."""
+        either = {**self.block_formats("weight"), **self.block_formats("input")}
+        return tuple(layer for layer in self.formats if layer in either)
+
+    def amax_of_input(self, layer: str) -> float | None:
+        """What the scales of a layer's input are made for, where its format fixes that beforehand; None
+        where it is that of each tensor.
+
+        Raises:
+            AssignmentError: it is needed and was not measured.
+        """
+        block_format = self.format_of("input", layer)
+        if not (isinstance(block_format, BlockFormat) and block_format.needs_input_amax):
+            return None
+        if layer not in (self.input_amax or {}):
+            raise AssignmentError(
+                f"input_amax says nothing of {layer}, whose input is in {block_format}: that has one "
+                "global scale for all tensors, which calibration fixes. Measure it: assignment = "
+                "dmx.calibrate_inputs(model, assignment, batches); or quantize weights alone "
+                "(inputs=False)."
+            )
+        assert self.input_amax is not None
+        return self.input_amax[layer]
+
     def save(self, path: str | Path) -> Path:
         """Write the JSON file and the artifacts beside it, each whole or not at all.
 
@@ -174,7 +216,8 @@ class Assignment:
         body["shapes"] = {k: list(v) for k, v in self.shapes.items()}
         body["unquantized"] = list(self.unquantized)
         body["search"] = self.search.to_dict()
-        return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in FIELDS}})
+        said = [k for k in OPTIONAL_FIELDS if body[k] is not None]
+        return write_json(path, {"schema": SCHEMA, **{k: body[k] for k in (*FIELDS, *said)}})
 
     def _write_artifact(self, kind: ArtifactKind, target: Path) -> None:
         if kind in self.unsaved:
@@ -213,9 +256,9 @@ class Assignment:
         return assignment
 
     @property
-    def unequal(self) -> dict[str, tuple[BlockFormat, Format]]:
+    def unequal(self) -> dict[str, tuple[Format, Format]]:
         """Layers whose weight and input differ in format -> both formats."""
-        both = {k: (f, self.format_of("input", k)) for k, f in self.block_formats("weight").items()}
+        both = {k: (self.format_of("weight", k), self.format_of("input", k)) for k in self.formats}
         return {k: formats for k, formats in both.items() if formats[0] != formats[1]}
 
     def average_bits(self, operands: Sequence[Operand] | None = None) -> dict[str, float]:
@@ -230,15 +273,15 @@ class Assignment:
         if operands is None:
             operands = OPERANDS if self.search.input_format is None else OPERANDS[:1]
         counted = [
-            (self.shapes[k][0] * self.shapes[k][1], block_format)
+            (self.shapes[layer], self.format_of(operand, layer))
             for operand in (operands if self.input_formats is not None else OPERANDS[:1])
-            for k, block_format in self.block_formats(operand).items()
+            for layer in self.formats
         ]
-        sizes = np.array([size for size, _ in counted], dtype=np.float64)
-        if not len(sizes):
-            return {}
+        sizes = np.array([out * into for (out, into), _ in counted], dtype=np.float64)
         return {
-            unit: float(sizes @ np.array([f.bits(unit) for _, f in counted]) / sizes.sum())
+            unit: float(
+                sizes @ np.array([f.bits(unit, shape) for shape, f in counted]) / sizes.sum()
+            )
             for unit in BIT_UNITS
         }
 
@@ -284,6 +327,19 @@ class Assignment:
             )
 
 
+def _of_inputs(
+    measured: Mapping[str, float] | None, formats: Mapping[str, str]
+) -> dict[str, float] | None:
+    """What was measured of the inputs whose formats need it; None of none."""
+    needed = {k: get_format(f) for k, f in formats.items() if k in (measured or {})}
+    kept = {
+        k: (measured or {})[k]
+        for k, f in needed.items()
+        if isinstance(f, BlockFormat) and f.needs_input_amax
+    }
+    return kept or None
+
+
 def make_assignment(
     space: SearchSpace,
     choice: np.ndarray,
@@ -298,20 +354,14 @@ def make_assignment(
     Inputs whose formats are all those of the weights are not named apart: the bits are the same.
 
     Args:
-        scale_rules: operand -> format name -> rule, or one rule for all.
+        scale_rules: operand -> format name -> rule, or one rule for all formats that have it.
         search: what the search says of itself; what follows from the space is added.
     """
     config = getattr(model, "config", None)
     formats = space.layer_formats(choice, "weight")
     inputs: dict[str, str] | None = space.layer_formats(choice, "input")
     inputs = inputs if inputs != formats else None
-    stored = [
-        (unit.elements, space.formats[int(i)])
-        for unit, i in zip(space.units, choice, strict=True)
-        if "weight" in unit.operands
-    ] + [(n, space.fixed[name]) for name, n in space.fixed_elements.items()]
-    quantized_bits = sum(n * block_format.bits_per_element for n, block_format in stored)
-    quantized = sum(n for n, _ in stored)
+    quantized_bits, quantized = space.stored_bits(choice)
     rest = space.model_elements - quantized
     counted = sum(out * into for out, into in space.shapes.values())
     bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
@@ -329,6 +379,7 @@ def make_assignment(
         unquantized=space.unquantized,
         units=space.granularity,
         scale_rules=used_rules(scale_rules, formats, inputs),
+        input_amax=_of_inputs(space.input_amax, inputs or formats),
         budget=None if budget is None else asdict(budget),
         search=replace(
             search or SearchFacts(),

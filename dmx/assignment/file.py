@@ -43,11 +43,11 @@ FIELDS = (
     "search",
 )
 """Keys beside `schema`, in the order of the file."""
+OPTIONAL_FIELDS = ("input_amax",)
+"""Keys that stand there only where they say something, after the others."""
 ArtifactKind = Literal["transform", "weights"]
 ARTIFACTS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
 """Parts that may name a file beside this one."""
-FLOOR: ScaleRule = "floor"
-"""Where nothing is said; OCP's rule."""
 
 _OBJECT, _OPTIONAL = (dict, "an object"), ((dict, type(None)), "an object or null")
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -109,10 +109,10 @@ def _used(body: Mapping[str, Any], operand: Operand) -> list[str]:
 def used_rules(
     stated: ScaleRules | ScaleRule, formats: Mapping[str, str], inputs: Mapping[str, str] | None
 ) -> dict[Operand, dict[str, ScaleRule]]:
-    """operand -> format -> scale rule of the formats that are used, `floor` where nothing is said.
+    """operand -> format -> scale rule of the formats that are used, their usual one where nothing is said.
 
     Args:
-        stated: rules of some formats, or one rule for all.
+        stated: rules of some formats, or one rule for all that have it.
         formats, inputs: those of the assignment.
 
     Raises:
@@ -120,14 +120,19 @@ def used_rules(
     """
     rules: dict[Operand, dict[str, ScaleRule]] = {}
     for operand in OPERANDS:
-        used = _used({"formats": formats, "input_formats": inputs}, operand)
+        used = [
+            get_block_format(name)
+            for name in _used({"formats": formats, "input_formats": inputs}, operand)
+        ]
         if isinstance(stated, str):
-            rules[operand] = dict.fromkeys(used, stated)
+            for f in used[:1]:
+                check_rule(stated, operand, f"scale_rules.{operand}.{f}")
+            known = {f.name: stated for f in used if stated in f.rules}
         else:
-            known = stated.get(operand, {})
-            rules[operand] = {name: known.get(name, FLOOR) for name in used}
-        for name, rule in rules[operand].items():
-            check_rule(rule, operand, f"scale_rules.{operand}.{name}")
+            known = dict(stated.get(operand, {}))
+        rules[operand] = {f.name: known.get(f.name, f.rules[0]) for f in used}
+        for f in used:
+            check_rule(rules[operand][f.name], operand, f"scale_rules.{operand}.{f}", f)
     return rules
 
 
@@ -168,7 +173,7 @@ def parse(body: Any, source: str) -> dict[str, Any]:
 
 def _check_keys(body: Mapping[str, Any]) -> None:
     missing = [k for k in FIELDS if k not in body]
-    unknown = sorted(set(body) - {*FIELDS, "schema"})
+    unknown = sorted(set(body) - {*FIELDS, *OPTIONAL_FIELDS, "schema"})
     if missing or unknown:
         raise ValueError(f"missing keys {missing}, unknown keys {unknown}")
 
@@ -198,6 +203,11 @@ def _check_parts(body: Mapping[str, Any]) -> None:
     for kind in ARTIFACTS:
         if body[kind] is not None and (why := _malformed(body[kind])):
             raise ValueError(f"{kind} is {body[kind]!r}: {why}")
+    amax = body.get("input_amax")
+    if amax is not None:
+        named = isinstance(amax, dict) and set(amax) <= set(body["formats"])
+        if not named or not all(type(v) in (int, float) and 0 <= v < 1e39 for v in amax.values()):
+            raise ValueError("input_amax must be null or give layers of formats a number >= 0")
     if not all(isinstance(layer, str) for layer in body["unquantized"]):
         raise ValueError("unquantized must hold layer names")
     if body["units"] not in get_args(Units):
@@ -229,6 +239,7 @@ def _arguments(body: Mapping[str, Any], source: str) -> dict[str, Any]:
         "unquantized": tuple(body["unquantized"]),
         "scale_rules": used_rules(rules, formats, inputs),
         "search": SearchFacts.from_dict(body["search"]),
+        "input_amax": body.get("input_amax"),
     }
 
 
@@ -242,10 +253,10 @@ def _parse_rules(body: Mapping[str, Any], source: str) -> ScaleRules:
         if not isinstance(by_format, dict):
             raise ValueError(f"scale_rules.{operand} is {by_format!r}, expected an object")
         setting = f"{source}: scale_rules.{operand}"
+        named = {name: get_block_format(name, setting=setting) for name in by_format}
         for name, rule in by_format.items():
-            check_rule(rule, operand, f"{setting}.{name}")
-        names = {name: get_block_format(name, setting=setting).name for name in by_format}
-        rules[operand] = {names[name]: rule for name, rule in by_format.items()}
+            check_rule(rule, operand, f"{setting}.{name}", named[name])
+        rules[operand] = {named[name].name: rule for name, rule in by_format.items()}
     return rules
 
 

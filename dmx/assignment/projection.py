@@ -41,11 +41,10 @@ def project(
     space.check_budget(budget, warn=False)
     chosen = np.array(choice, dtype=np.int64).tolist()
     top = len(space.formats) - 1
-    # Weights are whole and bits multiples of 1/4, so float sums of their products are exact, in
-    # any order: a running sum equals `space.average` to the bit.
-    bits = space.candidate_bits(budget.unit)
-    total = float(space.weights @ bits[chosen]) + space.fixed_bits(budget.unit)
-    cost = (space.weights[:, None] * np.diff(bits)[None]).tolist()
+    # Sums of costs are exact, in any order: a running sum equals `space.average` to the bit.
+    costs = space.costs(budget.unit)
+    total = float(costs[np.arange(len(chosen)), chosen].sum()) + space.fixed_bits(budget.unit)
+    cost = np.diff(costs, axis=1).tolist()
     wish = preference.tolist()
     # Rank breaks ties: an earlier name is raised first and lowered last.
     rank = space.name_rank.tolist()

@@ -1,15 +1,16 @@
 """Scale rules by operand and format, as settings and as an assignment states them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dmx.assignment.file import FLOOR, ScaleRules
+from dmx.assignment.file import ScaleRules
 from dmx.errors import FormatError
 from dmx.formats import (
-    MX_FORMATS,
+    BLOCK_FORMATS,
     OPERANDS,
     BlockFormat,
+    Format,
     Operand,
     ScaleRule,
     check_rule,
@@ -20,32 +21,34 @@ from dmx.formats import (
 def rule_of(
     stated: ScaleRules | ScaleRule, operand: Operand, block_format: BlockFormat
 ) -> ScaleRule:
-    """The rule of a format where an operand is quantized to it: `floor` where nothing is said.
+    """The rule of a format where an operand is quantized to it: its usual one where nothing is said.
 
     Args:
-        stated: rules of some formats, or one rule for all.
+        stated: rules of some formats, or one rule for all that have it.
     """
     if isinstance(stated, str):
-        return stated
-    return stated.get(operand, {}).get(block_format.name, FLOOR)
+        return stated if stated in block_format.rules else block_format.rules[0]
+    return stated.get(operand, {}).get(block_format.name, block_format.rules[0])
 
 
 def rules_of(
-    stated: ScaleRules | ScaleRule, operand: Operand, formats: Iterable[BlockFormat]
-) -> tuple[ScaleRule, ...]:
-    """The rule of each of these formats where an operand is quantized to it."""
-    return tuple(rule_of(stated, operand, f) for f in formats)
+    stated: ScaleRules | ScaleRule, operand: Operand, formats: Iterable[Format]
+) -> tuple[ScaleRule | None, ...]:
+    """The rule of each of these formats where an operand is quantized to it; None for bf16."""
+    return tuple(
+        rule_of(stated, operand, f) if isinstance(f, BlockFormat) else None for f in formats
+    )
 
 
 @dataclass(kw_only=True)
 class ScaleRulesConfig:
-    """The scale rules that an assignment will have: for an operand one rule for all formats, or format ->
-    rule, `floor` for those that are not named."""
+    """The scale rules that an assignment will have: for an operand one rule for all formats that have it, or
+    format -> rule; the others have their usual one."""
 
     weight: str | dict[str, str] = "floor"
-    """floor | ceil | even | rceil | mse, or for example {mxfp4: even}"""
+    """floor | ceil | even | rceil | mse, of nvfp4 amax/6 | 4over6 | mse, or for example {mxfp4: even}"""
     input: str | dict[str, str] = "floor"
-    """floor | ceil | even | rceil, likewise: what the target's runtime computes"""
+    """floor | ceil | even | rceil, of nvfp4 amax/6, likewise: what the target's runtime computes"""
 
     def __post_init__(self) -> None:
         self.by_format()
@@ -65,9 +68,30 @@ class ScaleRulesConfig:
                     f"{where}={stated!r} must be a rule or a dict of format -> rule: {where}=even, "
                     f"'{where}={{mxfp4: even}}'"
                 )
-            rules[operand] = dict.fromkeys((f.name for f in MX_FORMATS), FLOOR)
-            by_format = dict.fromkeys(rules[operand], stated) if is_one else stated
-            for name, rule in by_format.items():
-                check_rule(rule, operand, where if is_one else f"{where}.{name}")
-                rules[operand][get_block_format(name, setting=where).name] = rule
+            rules[operand] = {f.name: f.rules[0] for f in BLOCK_FORMATS.values()}
+            if is_one:
+                check_rule(stated, operand, where)
+                rules[operand] |= {
+                    f.name: stated for f in BLOCK_FORMATS.values() if stated in f.rules
+                }
+                continue
+            for name, rule in stated.items():
+                block_format = get_block_format(name, setting=where)
+                check_rule(rule, operand, f"{where}.{name}", block_format)
+                rules[operand][block_format.name] = rule
         return rules
+
+    def check_used(self, formats: Mapping[Operand, Iterable[Format]]) -> None:
+        """Raise FormatError for one rule for all formats that none of an operand's has; floor is what is
+        said where nothing is."""
+        for operand in OPERANDS:
+            blocks = [f for f in formats[operand] if isinstance(f, BlockFormat)]
+            stated = getattr(self, operand)
+            if stated == "floor" or not isinstance(stated, str):
+                continue
+            if not any(stated in f.rules for f in blocks):
+                has = "; ".join(f"{f}: {', '.join(f.rules)}" for f in blocks)
+                raise FormatError(
+                    f"search.scale_rules.{operand}={stated} is a rule of none of the formats that are "
+                    f"searched. They have: {has or 'none'}. Name one of these, or leave it out."
+                )

@@ -15,6 +15,7 @@ With an input format all inputs have that one: a unit sets the format of the wei
 count in the average.
 """
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,7 @@ class SearchSpace:
     """What a search may choose: units, candidate formats, and the layers it leaves alone."""
 
     units: tuple[Unit, ...]
-    formats: tuple[BlockFormat, ...]
+    formats: tuple[Format, ...]
     """Candidates of every unit, smallest first."""
     granularity: Units
     shapes: Mapping[str, tuple[int, int]]
@@ -78,6 +79,10 @@ class SearchSpace:
     """Parameters of the whole model, shared ones once."""
     input_format: Format | None = None
     """Of every input, those of fixed layers included; None: units set the formats of inputs, too."""
+    own_elements: Mapping[str, int] = field(default_factory=dict)
+    """Weight elements that each searched layer has for itself: 0 where another layer counts them."""
+    input_amax: Mapping[str, float] | None = None
+    """layer name -> largest magnitude of its input on calibration data; None: not measured."""
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -106,18 +111,67 @@ class SearchSpace:
         """Of all units and the fixed layers."""
         return float(self.weights.sum() + sum(self._fixed_weights.values()))
 
-    def candidate_bits(self, unit: BitUnit) -> np.ndarray:
-        """(F,) bits of each candidate."""
-        return np.array([f.bits(unit) for f in self.formats])
+    def costs(self, unit: BitUnit) -> np.ndarray:
+        """(U, F) bits times weight of each unit at each candidate, multiples of 2**-24: sums of them are
+        exact in any order."""
+        if unit not in self._costs:
+            rows = [[self._cost(u, f, unit) for f in self.formats] for u in self.units]
+            self._costs[unit] = np.array(rows, dtype=np.float64).reshape(-1, len(self.formats))
+        return self._costs[unit]
+
+    @cached_property
+    def _costs(self) -> dict[BitUnit, np.ndarray]:
+        return {}
+
+    def _cost(self, of: Unit, block_format: Format, unit: BitUnit) -> float:
+        by_layers = self.weighting == "layers"
+        return sum(
+            self._weighted(layer, block_format, 1 if by_layers else self._own(layer), unit)
+            for layer in of.layers
+        )
+
+    def _own(self, layer: str) -> int:
+        """Weight elements that a searched layer has for itself."""
+        out, into = self.shapes[layer]
+        return self.own_elements.get(layer, out * into)
+
+    def _weighted(self, layer: str, block_format: Format, weight: int, unit: BitUnit) -> float:
+        bits = weight * block_format.bits(unit, self.shapes.get(layer))
+        if self.weighting == "layers":
+            return math.ceil(bits * 2**24) / 2**24
+        return round(4 * bits) / 4  # what it is, but for the rounding of a float
 
     def fixed_bits(self, unit: BitUnit) -> float:
-        """Bits times weight of the layers with a fixed MX format."""
-        return sum(w * self.fixed[name].bits(unit) for name, w in self._fixed_weights.items())
+        """Bits times weight of the layers with a fixed block format."""
+        weights = self._fixed_weights.items()
+        return sum(self._weighted(name, self.fixed[name], w, unit) for name, w in weights)
+
+    def stored_bits(self, choice: Sequence[int] | np.ndarray) -> tuple[float, int]:
+        """Bits of the weights that a choice stores, scales counted, and elements of these weights."""
+        formats = self.layer_formats(choice)
+        sizes = {n: self.fixed_elements[n] if n in self.fixed else self._own(n) for n in formats}
+        bits = (
+            sizes[n] * get_format(f).bits("bits_per_element", self.shapes[n])
+            for n, f in formats.items()
+        )
+        return sum(bits), sum(sizes.values())
 
     def average(self, choice: Sequence[int] | np.ndarray, unit: BitUnit) -> float:
         """Average bits of a choice (index of the format of each unit)."""
-        bits = self.candidate_bits(unit)[np.asarray(choice, dtype=np.int64)]
-        return float((self.weights @ bits + self.fixed_bits(unit)) / self.total_weight)
+        chosen = np.asarray(choice, dtype=np.int64)
+        bits = self.costs(unit)[np.arange(len(self.units)), chosen].sum()
+        return float((bits + self.fixed_bits(unit)) / self.total_weight)
+
+    def added_bits(self, unit: BitUnit) -> np.ndarray:
+        """(U, F-1) bits that each step adds to an element of a unit."""
+        return np.diff(self.costs(unit), axis=1) / self.weights[:, None]
+
+    def needs_input_amax(self) -> bool:
+        """Whether a candidate or a fixed format quantizes inputs by what calibration measured."""
+        formats: tuple[Format, ...] = (*self.formats, *self.fixed.values())
+        if self.input_format is not None:
+            formats = (self.input_format,)
+        return any(isinstance(f, BlockFormat) and f.needs_input_amax for f in formats)
 
     def bounds(self, unit: BitUnit) -> tuple[float, float]:
         """Average of the cheapest and of the dearest choice."""
@@ -192,7 +246,7 @@ def _output_layer(model: nn.Module) -> nn.Module | None:
 
 def build_space(
     model: nn.Module,
-    formats: Sequence[BlockFormat],
+    formats: Sequence[Format],
     *,
     units: Units = "fused",
     exclude: Sequence[str] = (),
@@ -268,6 +322,7 @@ def build_space(
         input_format=None
         if input_format is None
         else get_format(input_format, setting="search.input_format"),
+        own_elements={n: sizes[n] for n in searched},
     )
 
 

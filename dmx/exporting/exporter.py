@@ -132,7 +132,7 @@ def write_plan(
     check_new(folder)
     result = Exported(folder, plan.target, plan.profile, plan.inputs, input_rule=plan.input_rule)
     transform = Transform() if plan.layout is None else Transform.of(plan.assignment)
-    quantized = plan.assignment.quantized
+    quantized = plan.assignment.transformed
     with new_folder(folder) as scratch, transformed(model, transform, quantized):
         if plan.layout is None:
             _write_names(plan, scratch)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dmx.errors import FormatError
 from dmx.formats import E4M3, E5M2, BlockFormat, ScaleRule
 from dmx.kernels import ops
-from dmx.numerics.mx import MXTensor
+from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import unpack_codes
 
 FLOAT8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
@@ -65,4 +65,4 @@ def decode_weight(
     codes = packed.view(torch.uint8)
     if not unpacked:
         codes = unpack_codes(codes, code_bits(block_format))
-    return MXTensor(codes, scales.view(torch.uint8), block_format, -1, dtype).dequantize()
+    return QuantizedTensor(codes, scales.view(torch.uint8), block_format, -1, dtype).dequantize()

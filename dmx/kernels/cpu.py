@@ -23,7 +23,7 @@ from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, WEIGHT_RULES, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
-from dmx.numerics.mx import MXTensor
+from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -233,12 +233,14 @@ def _codes(
     return codes, scale_codes
 
 
-def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
+def quantize(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+) -> QuantizedTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     last = x.movedim(axis, -1).contiguous()
     parts = _codes(last, block_format.element, scale_rule, packed=False)
     codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in parts)
-    return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
+    return QuantizedTensor(codes, scale_codes, block_format, axis, x.dtype)
 
 
 def quantize_packed(

@@ -24,16 +24,17 @@ from torch import Tensor
 from dmx import numerics
 from dmx.errors import RunError
 from dmx.formats import (
-    WEIGHT_RULES,
     BlockFormat,
     ScaleRule,
     check_choice,
     get_block_format,
+    scale_rule_of,
 )
 from dmx.kernels import cpu
-from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
+from dmx.numerics.continuous import N_PATH_PARAMETERS, gradients_of, is_line, is_mixed
 from dmx.numerics.line import N_LINE_PARAMETERS
-from dmx.numerics.mx import MXTensor, check_axis, check_input, check_out
+from dmx.numerics.mixed_line import N_MIXED_PARAMETERS, mixed_derivatives, mixed_fake_quant
+from dmx.numerics.mx import QuantizedTensor, check_axis, check_input, check_out, wide_values
 from dmx.numerics.packing import check_packable, pack_codes
 
 logger = logging.getLogger(__name__)
@@ -128,12 +129,37 @@ def _triton_loss() -> ModuleType:
 
 
 def _checked(
-    x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule
-) -> tuple[BlockFormat, int]:
+    x: Tensor, block_format: str | BlockFormat, axis: int, scale_rule: ScaleRule | None
+) -> tuple[BlockFormat, int, ScaleRule]:
     block_format = get_block_format(block_format)
-    check_choice(scale_rule, WEIGHT_RULES, "scale_rule")
+    rule = scale_rule_of(block_format, scale_rule)
     check_input(x)
-    return block_format, check_axis(x, axis)
+    return block_format, check_axis(x, axis), rule
+
+
+def backend_of(x: Tensor, block_format: BlockFormat) -> str:
+    """What runs for a tensor and a format: formats other than MX have no kernels yet.
+
+    Raises:
+        RunError: kernels were asked for, and there are none for the format.
+    """
+    return choose_backend(x.device) if block_format.is_mx else _reference_backend(x.device.type)
+
+
+def _reference_backend(device_type: str) -> str:
+    return _without_kernels(device_type, _requested or os.environ.get("DMX_BACKEND") or "auto")
+
+
+@cache
+def _without_kernels(device_type: str, requested: str) -> str:
+    check_choice(requested, BACKENDS, "backend")
+    if requested not in ("auto", "reference"):
+        raise RunError(
+            f"backend={requested!r} has no kernels for nvfp4 and fp8 on {device_type!r}. Set "
+            "DMX_BACKEND=auto, or DMX_BACKEND=reference, which runs everywhere."
+        )
+    logger.info("backend on %s for nvfp4 and fp8: reference (requested=%s)", device_type, requested)
+    return "reference"
 
 
 @torch.no_grad()
@@ -142,30 +168,35 @@ def fake_quant(
     block_format: str | BlockFormat,
     *,
     axis: int = -1,
-    scale_rule: ScaleRule = "floor",
+    scale_rule: ScaleRule | None = None,
+    amax: Tensor | float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Quantize and dequantize in one step; see `dmx.numerics.fake_quant`."""
-    block_format, axis = _checked(x, block_format, axis, scale_rule)
+    block_format, axis, rule = _checked(x, block_format, axis, scale_rule)
     check_out(x, out)
-    backend = choose_backend(x.device)
+    backend = backend_of(x, block_format)
     if backend == "cpp":
-        return cpu.fake_quant(x, block_format, axis, scale_rule, out)
+        return cpu.fake_quant(x, block_format, axis, rule, out)
     if backend == "triton":
-        return _triton_mx().fake_quant(x, block_format, axis, scale_rule, out)
-    return numerics.fake_quant(x, block_format, axis=axis, scale_rule=scale_rule, out=out)
+        return _triton_mx().fake_quant(x, block_format, axis, rule, out)
+    return numerics.fake_quant(x, block_format, axis=axis, scale_rule=rule, amax=amax, out=out)
 
 
 @torch.no_grad()
 def fake_quant_to(
-    x: Tensor, out: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule = "floor"
+    x: Tensor,
+    out: Tensor,
+    block_format: str | BlockFormat,
+    *,
+    scale_rule: ScaleRule | None = None,
 ) -> Tensor:
     """`fake_quant` of x along the last axis, converted to the dtype of `out` as it is written there.
 
     Args:
         x, out: fp32, bf16 or fp16, of one shape and device, both contiguous.
     """
-    block_format, axis = _checked(x, block_format, -1, scale_rule)
+    block_format, axis, rule = _checked(x, block_format, -1, scale_rule)
     check_input(out)
     if out.shape != x.shape or out.device != x.device:
         raise ValueError(
@@ -174,30 +205,35 @@ def fake_quant_to(
         )
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
-    if choose_backend(x.device) == "triton":
-        return _triton_mx().fake_quant_to(x, out, block_format, scale_rule)
-    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=scale_rule))
+    if backend_of(x, block_format) == "triton":
+        return _triton_mx().fake_quant_to(x, out, block_format, rule)
+    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=rule))
 
 
 @torch.no_grad()
 def quantize(
-    x: Tensor, block_format: str | BlockFormat, *, axis: int = -1, scale_rule: ScaleRule = "floor"
-) -> MXTensor:
+    x: Tensor,
+    block_format: str | BlockFormat,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRule | None = None,
+    amax: Tensor | float | None = None,
+) -> QuantizedTensor:
     """Codes and scales; see `dmx.numerics.quantize`."""
-    block_format, axis = _checked(x, block_format, axis, scale_rule)
-    backend = choose_backend(x.device)
+    block_format, axis, rule = _checked(x, block_format, axis, scale_rule)
+    backend = backend_of(x, block_format)
     if backend == "cpp":
-        return cpu.quantize(x, block_format, axis, scale_rule)
+        return cpu.quantize(x, block_format, axis, rule)
     if backend == "triton":
-        return _triton_mx().quantize(x, block_format, axis, scale_rule)
-    return numerics.quantize(x, block_format, axis=axis, scale_rule=scale_rule)
+        return _triton_mx().quantize(x, block_format, axis, rule)
+    return numerics.quantize(x, block_format, axis=axis, scale_rule=rule, amax=amax)
 
 
 @torch.no_grad()
 def quantize_packed(
-    x: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule = "floor"
+    x: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Packed codes and scales along the last axis, as exported files keep them.
+    """Packed codes and scales along the last axis, as exported files of MX formats keep them.
 
     Returns:
         uint8 (..., n * bits / 8) in the layout of `dmx.numerics.packing`, and the scale codes,
@@ -207,33 +243,51 @@ def quantize_packed(
     Raises:
         As `quantize`; ValueError when n does not fill whole groups of 2 (4 bits) or 4 (6 bits).
     """
-    block_format, _axis = _checked(x, block_format, -1, scale_rule)
+    block_format, _axis, rule = _checked(x, block_format, -1, scale_rule)
     check_packable(x.shape[-1], block_format.element.bits)
-    backend = choose_backend(x.device)
+    backend = backend_of(x, block_format)
     if backend == "cpp":
-        return cpu.quantize_packed(x, block_format, scale_rule)
+        return cpu.quantize_packed(x, block_format, rule)
     if backend == "triton":
-        return _triton_mx().quantize_packed(x, block_format, scale_rule)
-    quantized = numerics.quantize(x, block_format, scale_rule=scale_rule)
+        return _triton_mx().quantize_packed(x, block_format, rule)
+    quantized = numerics.quantize(x, block_format, scale_rule=rule)
     return pack_codes(quantized.codes, block_format.element.bits), quantized.scale_codes
 
 
 def _check_continuous(x: Tensor, parameters: Tensor) -> None:
     check_input(x)
     check_axis(x, -1)
-    sizes = (N_PATH_PARAMETERS, N_LINE_PARAMETERS)
+    sizes = (N_PATH_PARAMETERS, N_LINE_PARAMETERS, N_MIXED_PARAMETERS)
     if parameters.ndim != 1 or len(parameters) not in sizes or parameters.dtype != torch.float32:
         raise ValueError(
             f"parameters must be one row of path_parameters, ({N_PATH_PARAMETERS},) float32, or of "
-            f"line_parameters, ({N_LINE_PARAMETERS},) float32, got "
+            f"line_parameters, ({N_LINE_PARAMETERS},) or ({N_MIXED_PARAMETERS},) float32, got "
             f"{tuple(parameters.shape)} {parameters.dtype}"
         )
     if parameters.device != x.device:
         raise ValueError(f"parameters are on {parameters.device}, x on {x.device}")
 
 
+def _wide_values(
+    x: Tensor,
+    axis: int,
+    block_format: BlockFormat,
+    scale_rule: ScaleRule,
+    amax: Tensor | float | None,
+) -> tuple[Tensor, Tensor]:
+    """Values of one side of a line and whether each is inside; see `dmx.numerics.mx.wide_values`."""
+    _reference_backend(x.device.type)
+    return wide_values(x, axis, block_format, scale_rule, amax)
+
+
 @torch.no_grad()
-def continuous_fake_quant(x: Tensor, parameters: Tensor, *, out: Tensor | None = None) -> Tensor:
+def continuous_fake_quant(
+    x: Tensor,
+    parameters: Tensor,
+    *,
+    amax: Tensor | float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The continuous quantizer along the last axis; see `dmx.numerics.continuous_fake_quant`.
 
     Args:
@@ -241,6 +295,9 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, *, out: Tensor | None =
     """
     _check_continuous(x, parameters)
     check_out(x, out)
+    if is_mixed(parameters):
+        result = mixed_fake_quant(x, parameters, amax, by=_wide_values)
+        return result if out is None else out.copy_(result)
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant(x, parameters, out)
@@ -252,7 +309,12 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, *, out: Tensor | None =
 
 @torch.no_grad()
 def continuous_fake_quant_backward(
-    grad: Tensor, x: Tensor, parameters: Tensor, *, needs_grad_x: bool = True
+    grad: Tensor,
+    x: Tensor,
+    parameters: Tensor,
+    *,
+    amax: Tensor | float | None = None,
+    needs_grad_x: bool = True,
 ) -> tuple[Tensor | None, Tensor]:
     """Both gradients in one pass; see `dmx.numerics.continuous_fake_quant_backward`.
 
@@ -261,6 +323,10 @@ def continuous_fake_quant_backward(
     """
     _check_continuous(x, parameters)
     check_out(x, grad)
+    if is_mixed(parameters):
+        derivatives = mixed_derivatives(x, parameters, amax, by=_wide_values)
+        grad_x, grad_offset = gradients_of(grad, *derivatives)
+        return (grad_x if needs_grad_x else None), grad_offset
     backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)

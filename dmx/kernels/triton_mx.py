@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels.buffers import rows_of, writable_in_place
-from dmx.numerics.mx import MXTensor
+from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
 
 # By bytes of an input element: blocks a program takes and warps it has. Best of those that
@@ -289,14 +289,16 @@ def _empty_scales(last: Tensor) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=last.device)
 
 
-def quantize(x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule) -> MXTensor:
+def quantize(
+    x: Tensor, block_format: BlockFormat, axis: int, scale_rule: ScaleRule
+) -> QuantizedTensor:
     """See `dmx.numerics.quantize`; arguments are checked by the door."""
     last = x.movedim(axis, -1).contiguous()
     codes = torch.empty(last.shape, dtype=torch.uint8, device=x.device)
     scale_codes = _empty_scales(last)
     _launch_quantize(last, codes, scale_codes, block_format.element, scale_rule, packed=False)
     codes, scale_codes = (t.movedim(-1, axis).contiguous() for t in (codes, scale_codes))
-    return MXTensor(codes, scale_codes, block_format, axis, x.dtype)
+    return QuantizedTensor(codes, scale_codes, block_format, axis, x.dtype)
 
 
 def quantize_packed(

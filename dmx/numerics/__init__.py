@@ -18,13 +18,13 @@ from dmx.numerics.distances import (
     token_kl_divergence,
 )
 from dmx.numerics.line import line_parameters
-from dmx.numerics.mx import MXTensor, fake_quant, quantize
+from dmx.numerics.mx import QuantizedTensor, fake_quant, quantize
 from dmx.numerics.rounding import codes_to_element, element_to_codes, round_to_element
 from dmx.numerics.scaling import amax_to_scale_exponent, block_to_scale_exponent
 
 __all__ = [
-    "MXTensor",
     "PathParameters",
+    "QuantizedTensor",
     "add_fisher",
     "amax_to_scale_exponent",
     "block_to_scale_exponent",

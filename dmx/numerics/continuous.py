@@ -44,7 +44,9 @@ from dmx.numerics.line import (
     line_derivatives,
     line_fake_quant,
     line_parameters,
+    stated_rules,
 )
+from dmx.numerics.mixed_line import N_MIXED_PARAMETERS, mixed_derivatives, mixed_fake_quant
 from dmx.numerics.mx import check_input, from_blocks, to_blocks
 from dmx.numerics.rounding import FP32_MANTISSA_BITS, exact_power_of_two, float_exponent
 
@@ -87,7 +89,7 @@ def path_parameters(offsets: Tensor, family: str | Sequence[str] | Family) -> Te
         FormatError: a family without an element path.
     """
     family = get_family(family)
-    soft_path(family, ["floor"] * len(family.formats), "element")
+    soft_path(family, stated_rules(family, None), "element")
     b = offsets.detach().to(torch.float64)
     one, zero = torch.ones_like(b), torch.zeros_like(b)
     if family.name == "mxfp8_mxfp4":
@@ -118,32 +120,37 @@ def path_parameters(offsets: Tensor, family: str | Sequence[str] | Family) -> Te
 def continuous_parameters(
     offsets: Tensor,
     family: str | Sequence[str] | Family,
-    rules: Sequence[ScaleRule] | None = None,
+    rules: Sequence[ScaleRule | None] | None = None,
     path: AskedPath = "auto",
 ) -> Tensor:
     """Parameters of every offset at once, on the path that is asked for.
 
     Args:
         offsets: (...) float32 in [0, 2]; not differentiated through.
-        rules: scale rule of each format; None: floor.
+        rules: scale rule of each format; None: the usual one.
         path: auto = the element path where there is one, else the straight line.
 
     Returns:
-        (..., 8) or (..., 12) float32: `path_parameters` or `line_parameters`.
+        (..., 8), (..., 12) or (..., 6) float32: `path_parameters` or `line_parameters`.
 
     Raises:
         FormatError: there is no element path.
     """
     family = get_family(family)
-    stated: Sequence[ScaleRule] = rules or ["floor"] * len(family.formats)
+    stated = stated_rules(family, rules)
     if soft_path(family, stated, path) == "line":
         return line_parameters(offsets, family, stated)
     return path_parameters(offsets, family)
 
 
 def is_line(parameters: Tensor) -> bool:
-    """Whether a row of parameters is of the straight line."""
+    """Whether a row of parameters is of the straight line between MX formats."""
     return parameters.shape[-1] == N_LINE_PARAMETERS
+
+
+def is_mixed(parameters: Tensor) -> bool:
+    """Whether a row of parameters is of the straight line to or from another than an MX format."""
+    return parameters.shape[-1] == N_MIXED_PARAMETERS
 
 
 class _Blocks(NamedTuple):
@@ -194,16 +201,21 @@ def _quantize_blocks(x: Tensor, parameters: Tensor) -> _Blocks:
     )
 
 
-def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
+def continuous_fake_quant(
+    x: Tensor, parameters: Tensor, *, amax: Tensor | float | None = None
+) -> Tensor:
     """Values of the continuous quantizer, blocks along the last axis, without autograd.
 
     Args:
         x: (..., n) fp32, bf16 or fp16.
-        parameters: (8,) float32, one row of `path_parameters`, or (12,), one of `line_parameters`.
+        parameters: (8,) float32, one row of `path_parameters`, or (12,) or (6,), one of `line_parameters`.
+        amax: of formats with other scales than powers of two, as of `dmx.numerics.quantize`.
 
     Returns:
         Shape and dtype of x.
     """
+    if is_mixed(parameters):
+        return mixed_fake_quant(x, parameters, amax)
     if is_line(parameters):
         return line_fake_quant(x, parameters)
     check_input(x)
@@ -216,8 +228,12 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor) -> Tensor:
     return from_blocks(values, x.shape, x.ndim - 1).to(x.dtype)
 
 
-def continuous_derivatives(x: Tensor, parameters: Tensor) -> tuple[Tensor, Tensor]:
+def continuous_derivatives(
+    x: Tensor, parameters: Tensor, *, amax: Tensor | float | None = None
+) -> tuple[Tensor, Tensor]:
     """dy/dx in [0, 1] and dy/db of each element, both float32 with the shape of x."""
+    if is_mixed(parameters):
+        return mixed_derivatives(x, parameters, amax)
     if is_line(parameters):
         return line_derivatives(x, parameters)
     check_input(x)
@@ -238,7 +254,7 @@ def continuous_derivatives(x: Tensor, parameters: Tensor) -> tuple[Tensor, Tenso
 
 
 def continuous_fake_quant_backward(
-    grad: Tensor, x: Tensor, parameters: Tensor
+    grad: Tensor, x: Tensor, parameters: Tensor, *, amax: Tensor | float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Gradients by x and by the offset.
 
@@ -248,8 +264,12 @@ def continuous_fake_quant_backward(
     Returns:
         grad_x (shape and dtype of x) and grad_offset (0-d float32, summed in float32).
     """
-    dx, db = continuous_derivatives(x, parameters)
+    return gradients_of(grad, *continuous_derivatives(x, parameters, amax=amax))
+
+
+def gradients_of(grad: Tensor, dx: Tensor, db: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients by x and by the offset, of the derivatives of each element."""
     wide = grad.to(torch.float32)
     # Where dx is 0 the gradient is 0 even if grad is not finite.
-    grad_x = torch.where(dx > 0, wide * dx, 0.0).to(x.dtype)
+    grad_x = torch.where(dx > 0, wide * dx, 0.0).to(grad.dtype)
     return grad_x, (wide * db).sum()

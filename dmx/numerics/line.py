@@ -15,7 +15,8 @@ of an applied model passes gradients through clamped values too. Both derivative
 dy/db is 0 where Q_k and Q_(k+1) are equal, Inf included.
 
 What depends on the offset is a row of float32 numbers, read on the device: a captured graph follows the
-offset from one pair of neighbours to the next.
+offset from one pair of neighbours to the next. Families with other than MX formats have rows of their own:
+`dmx.numerics.mixed_line`.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,15 @@ from torch import Tensor
 
 from dmx.formats import (
     WEIGHT_RULES,
+    BlockFormat,
     ElementFormat,
     Family,
     ScaleRule,
     Specials,
-    check_choice,
     get_family,
+    scale_rule_of,
 )
+from dmx.numerics.mixed_line import Side, side_of
 from dmx.numerics.mx import check_input, from_blocks, to_blocks
 from dmx.numerics.rounding import exact_power_of_two, round_to_element, unclamped_round
 from dmx.numerics.scaling import block_to_scale_exponent
@@ -55,22 +58,31 @@ N_LINE_PARAMETERS = 2 + 2 * len(Neighbour._fields)
 
 
 def line_parameters(
-    offsets: Tensor, family: str | Sequence[str] | Family, rules: Sequence[ScaleRule] | None = None
+    offsets: Tensor,
+    family: str | Sequence[str] | Family,
+    rules: Sequence[ScaleRule | None] | None = None,
 ) -> Tensor:
     """Parameters of every offset at once, without a transfer from the host.
 
     Args:
         offsets: (...) float32 in [0, 2]; not differentiated through.
-        rules: scale rule of each format; None: floor.
+        rules: scale rule of each format; None: the usual one.
 
     Returns:
-        (..., 12) float32: share, (F-1)/2, then the fields of both neighbours.
+        (..., 12) float32: share, (F-1)/2, then the fields of both neighbours; (..., 6) for families with
+        other than MX formats, see `dmx.numerics.mixed_line`.
     """
     family = get_family(family)
-    stated: Sequence[ScaleRule] = rules or ["floor"] * len(family.formats)
-    for rule in stated:
-        check_choice(rule, WEIGHT_RULES, "scale_rule")
-    stops = [_numbers(f.element, rule) for f, rule in zip(family.formats, stated, strict=True)]
+    stated = stated_rules(family, rules)
+    stops: list[Neighbour] | list[Side]
+    if family.is_mx:
+        stops = [
+            _numbers(f.element, rule)
+            for f, rule in zip(family.formats, stated, strict=True)
+            if isinstance(f, BlockFormat) and rule is not None
+        ]
+    else:
+        stops = [side_of(f, rule) for f, rule in zip(family.formats, stated, strict=True)]
     last = len(stops) - 1
     # In float32 the product meets the whole numbers at the stops: those of four formats are rounded.
     position = (offsets.detach() * (last / 2)).clamp(0, last)
@@ -83,6 +95,21 @@ def line_parameters(
                 value = torch.where(low >= index, numbers[index + shift], value)
             fields.append(value)
     return torch.stack(fields, dim=-1)
+
+
+def stated_rules(
+    family: Family, rules: Sequence[ScaleRule | None] | None
+) -> list[ScaleRule | None]:
+    """Rule of each format, the usual one where none is stated; None for bf16.
+
+    Raises:
+        FormatError: a rule that a format does not have.
+    """
+    stated = rules or [None] * len(family.formats)
+    return [
+        scale_rule_of(f, rule) if isinstance(f, BlockFormat) else None
+        for f, rule in zip(family.formats, stated, strict=True)
+    ]
 
 
 def _numbers(element: ElementFormat, rule: ScaleRule) -> Neighbour:

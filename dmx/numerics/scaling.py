@@ -98,13 +98,13 @@ def block_to_scale_exponent(
     for offset in MSE_OFFSETS:
         exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
         step = exact_power_of_two(exponent - floor)[..., None]
-        error = _sum_by_pairs((x - round_to_element(x / step, element) * step).square())
+        error = sum_by_pairs((x - round_to_element(x / step, element) * step).square())
         is_better = error < least
         best, least = torch.where(is_better, exponent, best), torch.where(is_better, error, least)
     return torch.where(amax > 0, best, -E8M0.bias).to(torch.int32)
 
 
-def _sum_by_pairs(x: Tensor) -> Tensor:
+def sum_by_pairs(x: Tensor) -> Tensor:
     """Sum over the last axis, a power of two long, in the order that the rule defines."""
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]

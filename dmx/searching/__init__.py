@@ -2,7 +2,7 @@
 
 from dmx.searching.config import SearchConfig, SearchSettings
 from dmx.searching.result import SearchResult
-from dmx.searching.run import search, search_space, uniform_assignment
+from dmx.searching.run import search, search_space, seeing_inputs, uniform_assignment
 
 __all__ = [
     "SearchConfig",
@@ -10,5 +10,6 @@ __all__ = [
     "SearchSettings",
     "search",
     "search_space",
+    "seeing_inputs",
     "uniform_assignment",
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.assignment.space import SearchSpace
-from dmx.formats import BlockFormat
+from dmx.formats import Format
 from dmx.models.running import model_logits
 from dmx.progress import progress
 from dmx.searching.bank import Bank, searching_model
@@ -70,7 +70,7 @@ def unit_ablation(
 
 def _changed(
     space: SearchSpace, choice: np.ndarray, change: tuple[int, int] | None
-) -> list[BlockFormat | None]:
+) -> list[Format | None]:
     changed = np.array(choice)
     if change is not None:
         changed[change[0]] += change[1]

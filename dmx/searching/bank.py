@@ -59,24 +59,27 @@ class Bank:
         self.learned: LearnedRotations | None = None
         """Rotations that are learned in this search; layers see them in all modes but full."""
         self.rotations: tuple[Tensor, ...] = ()
-        self.formats: list[BlockFormat | None] = [None] * n_units
+        self.formats: list[Format | None] = [None] * n_units
 
-    def quantized(self, x: Tensor, block_format: BlockFormat, operand: Operand) -> Tensor:
-        """x in a format, by the scale rule that the operand has there."""
-        rule = rule_of(self.scale_rules, operand, block_format)
-        return ops.fake_quant(x, block_format, scale_rule=rule)
+    def quantized(
+        self, x: Tensor, block_format: Format, operand: Operand, amax: float | None = None
+    ) -> Tensor:
+        """x in a format, by the scale rule that the operand has there; as it is in bf16.
 
-    def fixed_input(self, x: Tensor) -> Tensor:
-        """x in the format of all inputs."""
-        if not isinstance(self.input_format, BlockFormat):
+        Args:
+            amax: of an input, what its scales are made for where the format fixes that beforehand.
+        """
+        if not isinstance(block_format, BlockFormat):
             return x
-        return self.quantized(x, self.input_format, "input")
+        rule = rule_of(self.scale_rules, operand, block_format)
+        fixed = amax if block_format.needs_input_amax else None
+        return ops.fake_quant(x, block_format, scale_rule=rule, amax=fixed)
 
     def set_soft(self, offsets: Tensor) -> None:
         """offsets: (U,) float32, with the graph back to the raw offsets."""
         self.mode = "soft"
         self.offsets = offsets.unbind(0)
-        by_rules: dict[tuple[ScaleRule, ...], tuple[Tensor, ...]] = {}
+        by_rules: dict[tuple[ScaleRule | None, ...], tuple[Tensor, ...]] = {}
         for operand in OPERANDS if self.input_format is None else OPERANDS[:1]:
             rules = rules_of(self.scale_rules, operand, self.family.formats)
             if rules not in by_rules:
@@ -90,7 +93,7 @@ class Bank:
         self.mode = "full"
         self.offsets, self.parameters = (), {}
 
-    def set_formats(self, formats: list[BlockFormat | None], *, fixed: bool = True) -> None:
+    def set_formats(self, formats: list[Format | None], *, fixed: bool = True) -> None:
         """fixed=False leaves the layers with a fixed format unquantized."""
         self.mode = "formats" if fixed else "units"
         self.formats = formats
@@ -112,6 +115,7 @@ class _SoftLinear(torch.autograd.Function):
         input_parameters: of the input, or what quantizes it to a format that is not searched, which the
             gradient passes straight through.
         place: where the gradient by the weight is added, straight through; None: nowhere.
+        amax: of the input, as of `Bank.quantized`.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
@@ -129,7 +133,9 @@ class _SoftLinear(torch.autograd.Function):
         input_parameters: Tensor | Callable[[Tensor], Tensor],
         matrix: Tensor | None,
         place: Tensor | None,
+        amax: float | None,
     ) -> Tensor:
+        ctx.amax = amax
         is_searched = isinstance(input_parameters, Tensor)
         ctx.save_for_backward(
             x, weight, parameters, input_parameters if is_searched else None, matrix
@@ -140,15 +146,13 @@ class _SoftLinear(torch.autograd.Function):
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return F.linear(
-            _soft_input(x, input_parameters),
+            _soft_input(x, input_parameters, amax),
             ops.continuous_fake_quant(weight, parameters),
             bias,
         )
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, None, None, Tensor, None, Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
         is_rotated = matrix is not None
         rotated_x, rotated_weight = x, weight
@@ -156,7 +160,7 @@ class _SoftLinear(torch.autograd.Function):
             rotated_x, rotated_weight = rotate(x, matrix), rotate(weight, matrix)
         grad = grads[0]
         flat_grad = grad.reshape(-1, grad.shape[-1])
-        quantized_x = _soft_input(rotated_x, ctx.fixed or input_parameters)
+        quantized_x = _soft_input(rotated_x, ctx.fixed or input_parameters, ctx.amax)
         product = flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1])
         if ctx.place is not None:
             ctx.place.add_(product)
@@ -174,6 +178,7 @@ class _SoftLinear(torch.autograd.Function):
                 grad_input,
                 rotated_x,
                 input_parameters,
+                amax=ctx.amax,
                 needs_grad_x=is_rotated or ctx.needs_input_grad[0],
             )
         grad_matrix = None
@@ -183,13 +188,15 @@ class _SoftLinear(torch.autograd.Function):
             grad_x = rotate(grad_x, matrix.mT)
         if ctx.is_joint:
             assert by_input is not None
-            return grad_x, None, None, by_weight + by_input, None, None, None, grad_matrix, None
-        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None
+            by_weight, by_input = by_weight + by_input, None
+        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None, None
 
 
-def _soft_input(x: Tensor, parameters: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+def _soft_input(
+    x: Tensor, parameters: Tensor | Callable[[Tensor], Tensor], amax: float | None
+) -> Tensor:
     if isinstance(parameters, Tensor):
-        return ops.continuous_fake_quant(x, parameters)
+        return ops.continuous_fake_quant(x, parameters, amax=amax)
     return parameters(x)
 
 
@@ -200,9 +207,21 @@ class BankLinear(nn.Linear):
     input_transform: BlockRotation | None
     rotation: int | None
     """Of bank.rotations; then `weight` is the one that is not rotated."""
+    input_amax: float | None
+    """Largest magnitude of its input on calibration data, where a format needs it."""
     learning: tuple[Tensor, Tensor] | None
     """A weight that descends in this search, which counts in all modes but full, and where its gradient is
     added; None: `weight` in all modes."""
+
+    def quantized(self, x: Tensor, block_format: Format, operand: Operand) -> Tensor:
+        """An operand of this layer in a format."""
+        amax = self.input_amax if operand == "input" else None
+        return self.bank.quantized(x, block_format, operand, amax)
+
+    def fixed_input(self, x: Tensor) -> Tensor:
+        """x in the format of all inputs."""
+        assert self.bank.input_format is not None
+        return self.quantized(x, self.bank.input_format, "input")
 
     def matrix(self) -> Tensor | None:
         """The learned rotation, where one counts in this mode."""
@@ -233,7 +252,7 @@ class SearchLinear(BankLinear):
             if self.input_transform is not None:
                 x = self.input_transform(x)
             offset: Tensor | None = None
-            inputs: Tensor | Callable[[Tensor], Tensor] = bank.fixed_input
+            inputs: Tensor | Callable[[Tensor], Tensor] = self.fixed_input
             if (unit := self.input_unit) is not None:
                 inputs = bank.parameters["input"][unit]
                 offset = None if unit == self.weight_unit else bank.offsets[unit]
@@ -248,6 +267,7 @@ class SearchLinear(BankLinear):
                 inputs,
                 self.matrix(),
                 place,
+                self.input_amax,
             )
             return result
         x, weight = self.operands(x)
@@ -260,9 +280,9 @@ class SearchLinear(BankLinear):
 
     def _quantized(self, x: Tensor, unit: int | None, operand: Operand) -> Tensor:
         if unit is None:
-            return self.bank.fixed_input(x) if self.bank.mode == "formats" else x
+            return self.fixed_input(x) if self.bank.mode == "formats" else x
         block_format = self.bank.formats[unit]
-        return x if block_format is None else self.bank.quantized(x, block_format, operand)
+        return x if block_format is None else self.quantized(x, block_format, operand)
 
 
 class FixedLinear(BankLinear):
@@ -280,9 +300,9 @@ class FixedLinear(BankLinear):
         """Straight through: the quantized value, the gradient of x."""
         bank, value = self.bank, x.detach()
         if operand == "input" and bank.input_format is not None:
-            value = bank.fixed_input(value)
+            value = self.fixed_input(value)
         else:
-            value = bank.quantized(value, self.block_format, operand)
+            value = self.quantized(value, self.block_format, operand)
         return x + (value - x.detach()) if x.requires_grad else value
 
 
@@ -303,6 +323,8 @@ def searching_model(
         learned: rotations of the inputs of all these layers, which are then not transformed.
         path: of the continuous quantizer.
     """
+    if space.needs_input_amax() and space.input_amax is None:
+        raise ValueError("the space does not say how large inputs are: see dmx.models.ranges")
     bank = Bank(len(space.units), family, scale_rules, path, space.input_format)
     bank.learned = learned
     weight_unit, input_unit = space.unit_of("weight"), space.unit_of("input")
@@ -318,6 +340,7 @@ def searching_model(
         else:
             return None
         layer.bank, layer.learning = bank, None
+        layer.input_amax = (space.input_amax or {}).get(name)
         layer.rotation = None if learned is None else learned.input_of[name]
         return layer
 

@@ -16,7 +16,9 @@ from dmx.formats import (
     OPERANDS,
     PATHS,
     AskedPath,
+    BlockFormat,
     Family,
+    Format,
     Operand,
     SoftPath,
     check_choice,
@@ -178,7 +180,7 @@ class SearchSettings:
     name: str = "differentiable"
     """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable | joint"""
     family: str | list[str] = "mxfp6_mxfp4"
-    """The candidate formats of every unit: two to four block formats of rising bits, cheapest first, or
+    """The candidate formats of every unit: two to four formats of rising bits, cheapest first, or
     mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4, names of such lists."""
     units: Units = "fused"
     """fused: q/k/v share one choice and gate/up share one. layer: every layer chooses."""
@@ -242,8 +244,15 @@ class SearchSettings:
                 f"got {self.exclude!r} and {self.fixed!r}"
             )
         self._check_inputs()
+        self.scale_rules.check_used({o: self.formats_of(o) for o in OPERANDS})
         self._check_transform()
         self._check_target()
+
+    def formats_of(self, operand: Operand) -> tuple[Format, ...]:
+        """What an operand may be in: candidates, fixed formats, or the one of all inputs."""
+        if operand == "input" and self.input_format is not None:
+            return (get_format(self.input_format),)
+        return (*self.format_family.formats, *map(get_format, self.fixed.values()))
 
     def _check_inputs(self) -> None:
         if self.input_format is None:
@@ -279,7 +288,11 @@ class SearchSettings:
                 f"search.target={self.target} needs search.units=fused: its runtime runs q/k/v and "
                 "gate/up as one product each."
             )
-        refused = [f.name for f in self.format_family.formats if f.name not in target.formats]
+        refused = [
+            f.name
+            for f in self.format_family.formats
+            if f is not BF16 and f.name not in target.formats
+        ]
         if refused:
             fitting = [
                 f.name
@@ -294,7 +307,9 @@ class SearchSettings:
         self._check_input_target(target)
         if self.choices == "separate":
             alone = [
-                f.name for f in self.format_family.formats if f.name not in target.input_formats
+                f.name
+                for f in self.format_family.formats
+                if f is not BF16 and f.name not in target.input_formats
             ]
             if alone:
                 family = "a search.family of those formats, " if target.input_formats else ""
@@ -315,7 +330,7 @@ class SearchSettings:
     def _check_input_target(self, target: Loader) -> None:
         """Raise FormatError where the runtime cannot run inputs in `input_format` beside all weights."""
         held, asked = target.input_formats, self.input_format
-        others = {f.name for f in self.format_family.formats} - {asked}
+        others = {f.name for f in self.format_family.formats} - {asked, BF16.name}
         if asked in (None, BF16.name, *held):
             return
         names = ", ".join(sorted(held | {BF16.name}))
@@ -427,6 +442,15 @@ class SearchConfig(SearchSettings):
         self.paths  # noqa: B018  (raises where the asked one does not exist)
 
     def _check_rotation(self) -> None:
+        if self.learns_rotation and any(
+            isinstance(f, BlockFormat) and f.needs_input_amax for f in self.formats_of("input")
+        ):
+            raise SearchConfigError(
+                "search.transform=learned: the global scale of nvfp4 inputs is fixed by calibration before "
+                "the search, and rotations that learn would move them. Use "
+                "search.transform=hadamard_block, give rotations that are learned already "
+                "(search.rotation.file), or leave nvfp4 out of search.family."
+            )
         if self.name != "differentiable" and self.rotation.file is None:
             raise SearchConfigError(
                 f"search.transform=learned with search.name={self.name}: only the differentiable "

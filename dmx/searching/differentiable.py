@@ -77,6 +77,9 @@ class DifferentiableSearch:
         self.processes = Processes(self.device)
         weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
         self.weights = weights.to(self.device)
+        steps = torch.as_tensor(space.added_bits(budget.unit), dtype=torch.float32)
+        self.steps_of_bits = steps.to(self.device)
+        """(U, F-1) bits that each step of a unit adds"""
         self.cheapest = space.average([0] * len(space.units), budget.unit)
         descent = config.descent
         first = torch.full((len(space.units),), descent.raw_start, dtype=torch.float32).to(
@@ -113,7 +116,7 @@ class DifferentiableSearch:
     def soft_average(self, offsets: Tensor) -> Tensor:
         """(..., U) -> (...); average bits of real-valued offsets, in the budget's unit; exact at the
         stops."""
-        added = added_bits(offsets, self.family, self.budget.unit)
+        added = added_bits(offsets, self.steps_of_bits)
         return self.cheapest + (self.weights * added).sum(-1)
 
     def _at_target(self, raw: Tensor, step: int) -> Tensor:

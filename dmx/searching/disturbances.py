@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.assignment.space import SearchSpace
-from dmx.formats import BlockFormat
+from dmx.formats import Format
 from dmx.kernels.losses import Divergence
 from dmx.models.replay import PrefixReplay, prefix_replay_is_exact
 from dmx.models.running import model_logits
@@ -18,7 +18,7 @@ from dmx.searching.bank import Bank
 STACKED_LOGITS = {"cuda": 1 << 31, "cpu": 1 << 27}
 """Logits of disturbed models held at once, by device type."""
 
-Change = tuple[int, BlockFormat]
+Change = tuple[int, Format]
 """A unit and the format that it takes instead of its own."""
 _T = TypeVar("_T")
 
@@ -45,9 +45,7 @@ class Disturbances:
         blocks = {self.replay.block_of(layer) for layer in layers} if self.reuses else set()
         return blocks.pop() if len(blocks) == 1 else -1
 
-    def start(
-        self, tokens: Tensor, base: list[BlockFormat | None], *, fixed: bool = True
-    ) -> Tensor:
+    def start(self, tokens: Tensor, base: list[Format | None], *, fixed: bool = True) -> Tensor:
         """Logits of the base on a batch; fixed=False leaves layers with a fixed format alone."""
         self.tokens, self.base, self.fixed = tokens, base, fixed
         self.bank.set_formats(base, fixed=fixed)

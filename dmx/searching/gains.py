@@ -69,8 +69,8 @@ class Gains:
 
     def preference(self) -> np.ndarray:
         """(U, F-1) KL saved per added bit, by `gain`."""
-        bits = np.diff(self.space.candidate_bits(self.budget.unit))
-        return self.gain / (self.space.weights[:, None] * bits[None])
+        preference: np.ndarray = self.gain / np.diff(self.space.costs(self.budget.unit), axis=1)
+        return preference
 
     def maximal(self, choice: np.ndarray) -> np.ndarray:
         """The choice, within the budget and with the room used that `gain` says to use."""

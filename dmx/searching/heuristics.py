@@ -58,8 +58,7 @@ def heuristic_choice(
         measure = {"fisher": scan.fisher, "weight_mse": scan.weight_mse}
         scores = measure.get(config.name, lambda: scan.kl(range(n_formats)))()
         gain = scores[:, :-1] - scores[:, 1:]
-        added = space.weights[:, None] * np.diff(space.candidate_bits(budget.unit))[None]
-        preference = gain / added
+        preference = gain / np.diff(space.costs(budget.unit), axis=1)
         if config.name != "kl_per_bit":
             lowest = solve_knapsack(space, budget, scores)
     return project(space, budget, lowest, preference, gain=gain), preference

@@ -34,8 +34,8 @@ def solve_knapsack(
     """
     space.check_budget(budget, warn=False)
     n_units, n_formats = scores.shape
-    bits = space.candidate_bits(budget.unit)
-    cost = space.weights[:, None] * (bits - bits[0])[None]
+    costs = space.costs(budget.unit)
+    cost = costs - costs[:, :1]
     room = (
         budget.limit * space.total_weight
         - space.average([0] * n_units, budget.unit) * space.total_weight

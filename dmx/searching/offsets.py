@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dmx.formats import BitUnit, Family
+from dmx.formats import Family
 
 SHARPNESS = 20.0
 """k in the formulas above, from the paper."""
@@ -44,17 +44,20 @@ def anneal(raw: Tensor, temperature: float | Tensor, family: Family) -> Tensor:
     return width * position
 
 
-def added_bits(offsets: Tensor, family: Family, unit: BitUnit) -> Tensor:
+def added_bits(offsets: Tensor, steps: Tensor) -> Tensor:
     """Bits of offsets above those of the smallest format; shape of offsets, exact at the stops.
 
     At a stop the gradient is the right-hand one, at the last the one before it.
+
+    Args:
+        offsets: (..., U) float32.
+        steps: (F-1,) or (U, F-1) float32, bits that each step adds.
     """
-    steps = family.steps(unit)
-    position = offsets * ((len(family.formats) - 1) / 2)
-    bits = steps[0] * position
-    for index, (before, after) in enumerate(pairwise(steps), start=1):
-        if after != before:
-            bits = bits + (after - before) * (position - index).clamp(min=0)
+    columns = steps.unbind(-1)
+    position = offsets * (len(columns) / 2)
+    bits = columns[0] * position
+    for index, (before, after) in enumerate(pairwise(columns), start=1):
+        bits = bits + (after - before) * (position - index).clamp(min=0)
     return bits
 
 

@@ -38,7 +38,7 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.space import SearchSpace
 from dmx.errors import RunError
 from dmx.files import sha256, write_text
-from dmx.formats import BlockFormat
+from dmx.formats import Format
 from dmx.kernels.losses import Divergence
 from dmx.models.processes import Processes
 from dmx.models.running import model_logits, quick_attention
@@ -120,7 +120,7 @@ class Polish:
 
     # --- measuring -----------------------------------------------------------------------------
 
-    def formats(self, choice: np.ndarray) -> list[BlockFormat | None]:
+    def formats(self, choice: np.ndarray) -> list[Format | None]:
         """Format of each unit under a choice."""
         return [self.space.formats[int(i)] for i in choice]
 

@@ -1,7 +1,7 @@
 """`search`: one function for every method; checks first, then searches."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.models import check_searchable
 from dmx.models.identity import model_fingerprint
+from dmx.models.ranges import input_amax
 from dmx.progress import Stopwatch
 from dmx.searching.config import SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
@@ -65,6 +66,18 @@ def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
     if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
         _check_groups(space, config)
     return space
+
+
+def seeing_inputs(model: nn.Module, space: SearchSpace, batches: Sequence[Tensor]) -> SearchSpace:
+    """The space with what inputs reach on the batches, where a candidate needs it.
+
+    Args:
+        model: with its transform.
+    """
+    if not space.needs_input_amax():
+        return space
+    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], batches)
+    return replace(space, input_amax=seen)
 
 
 def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
@@ -131,7 +144,7 @@ def search(
             write_text(where / ".writable", "").unlink(missing_ok=True)
         outcome = job.run()
     assignment = make_assignment(
-        space,
+        job.space,
         outcome.choice,
         model,
         scale_rules=config.scale_rules.by_format(),
@@ -194,6 +207,7 @@ class _Job:
                 return self.polish(outcome)
         transform = self.transform()
         with transformed(model, transform, layers):
+            self.space = seeing_inputs(self.model, self.space, self.batches)
             descends = self.config.descends
             return self.polish(self.descend(transform) if descends else self.rank(transform))
 

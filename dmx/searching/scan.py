@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace
-from dmx.formats import OPERANDS, BlockFormat, Operand
+from dmx.formats import OPERANDS, BlockFormat, Format, Operand
 from dmx.kernels import ops
 from dmx.kernels.losses import Divergence, cross_entropy
 from dmx.models.linears import linear_layers
@@ -55,19 +55,25 @@ class Scan:
         self.fingerprint, self.folder = fingerprint, folder
         self.device = next(model.parameters()).device
 
-    def _file(self, kind: str, block_format: BlockFormat) -> ScoreFile:
+    def _file(self, kind: str, block_format: Format) -> ScoreFile:
         key: dict[str, Any] = {
             "kind": kind,
             "format": block_format.name,
-            "scale_rules": {o: rule_of(self.rules, o, block_format) for o in OPERANDS},
             "units": [[u.name, list(u.layers)] for u in self.space.units],
             "fixed": {k: str(v) for k, v in self.space.fixed.items()},
             "code": code_version(__name__),
             "score_batches": len(self.batches),
             **self.fingerprint,
         }
+        if isinstance(block_format, BlockFormat):
+            key["scale_rules"] = {o: rule_of(self.rules, o, block_format) for o in OPERANDS}
+        if self.space.input_amax is not None:  # of more batches than those that are scored
+            key["input_amax"] = dict(self.space.input_amax)
         if kind == "weight_mse":  # weights alone: any data gives the same scores
-            del key["score_batches"], key["batches"], key["scale_rules"]["input"]
+            del key["score_batches"], key["batches"]
+            key.pop("input_amax", None)
+            if "scale_rules" in key:
+                del key["scale_rules"]["input"]
         return ScoreFile(self.folder, key)
 
     def kl(self, candidates: Sequence[int]) -> np.ndarray:
@@ -86,7 +92,7 @@ class Scan:
         self,
         kind: str,
         candidates: Sequence[int],
-        scan: Callable[[list[BlockFormat], list[ScoreFile]], None],
+        scan: Callable[[list[Format], list[ScoreFile]], None],
     ) -> np.ndarray:
         formats = [self.space.formats[c] for c in candidates]
         files = [self._file(kind, f) for f in formats]
@@ -110,16 +116,14 @@ class Scan:
         """How many parts a scan counts for its resumption."""
         return 1 if kind == "weight_mse" else len(self.batches)
 
-    def _save(
-        self, block_format: BlockFormat, file: ScoreFile, values: np.ndarray, done: int
-    ) -> None:
+    def _save(self, block_format: Format, file: ScoreFile, values: np.ndarray, done: int) -> None:
         self._memory[block_format.name] = (values.copy(), done)
         file.save(values, done)
 
     # kl: parts are batches ---------------------------------------------------------------------
 
     @torch.no_grad()
-    def _scan_kl(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+    def _scan_kl(self, formats: list[Format], files: list[ScoreFile]) -> None:
         n_units, n_batches = len(self.space.units), len(self.batches)
         sums, done = _partial(files, n_units)
         changes = [(u, f) for u in range(n_units) for f in formats]
@@ -141,7 +145,7 @@ class Scan:
 
     # fisher: parts are batches -----------------------------------------------------------------
 
-    def _scan_fisher(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+    def _scan_fisher(self, formats: list[Format], files: list[ScoreFile]) -> None:
         n_units = len(self.space.units)
         sums, done = _partial(files, n_units)
         with (
@@ -160,7 +164,7 @@ class Scan:
                 advance("")
 
     def _fisher_pass(
-        self, bank: Bank, tokens: Tensor, formats: list[BlockFormat], totals: Tensor
+        self, bank: Bank, tokens: Tensor, formats: list[Format], totals: Tensor
     ) -> None:
         """One forward and backward of the unquantized model, which adds to totals (U, F, :)."""
         bank.set_full()
@@ -192,11 +196,14 @@ class Scan:
     # weights: one part -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _scan_weights(self, formats: list[BlockFormat], files: list[ScoreFile]) -> None:
+    def _scan_weights(self, formats: list[Format], files: list[ScoreFile]) -> None:
         layers = linear_layers(self.model)
         for block_format, file in zip(formats, files, strict=True):
-            rule = rule_of(self.rules, "weight", block_format)
             sums = np.zeros(len(self.space.units))
+            if not isinstance(block_format, BlockFormat):  # bf16 loses nothing
+                self._save(block_format, file, sums, 1)
+                continue
+            rule = rule_of(self.rules, "weight", block_format)
             for u, unit in enumerate(self.space.units):
                 weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
                 for weight in weights.values():
@@ -211,7 +218,7 @@ def _add_fisher(
     layer: SearchLinear,
     x: Tensor,
     grad: Tensor,
-    formats: list[BlockFormat],
+    formats: list[Format],
     totals: Tensor,
 ) -> None:
     exact = F.linear(x, layer.weight)
@@ -221,7 +228,7 @@ def _add_fisher(
     for unit in sorted({unit for _, unit, _ in sides if unit is not None}):
         for column, block_format in enumerate(formats):
             operands = (
-                layer.bank.quantized(t, block_format, operand) if own == unit else t
+                layer.quantized(t, block_format, operand) if own == unit else t
                 for t, own, operand in sides
             )
             ops.add_fisher(grad, exact, F.linear(*operands), totals[unit, column])

@@ -101,7 +101,7 @@ class Transform:
         if name != "learned":
             return cls(name, residual_block=size, inputs=frozenset(inputs or ()))
         rotations = read_rotations(assignment.content("transform"), "the assignment's transform")
-        check_rotations(rotations, assignment.quantized)
+        check_rotations(rotations, assignment.transformed)
         return cls(name, rotations=rotations)
 
     def attach(self, assignment: Assignment, model: nn.Module) -> Assignment:
@@ -111,9 +111,12 @@ class Transform:
         facts: dict[str, Any] = {"name": self.name, **self._selected()}
         if self.name == "hadamard_full":
             facts["block_size"] = self.residual_block
-        facts["run_time"] = self.cost(model, assignment.quantized)
+        layers = assignment.transformed
+        facts["run_time"] = self.cost(model, layers)
         if self.name == "learned":
-            return assignment.with_artifact("transform", write_rotations(self.rotations), facts)
+            used = {fused_group(layer) for layer in layers}
+            rotations = {name: r for name, r in self.rotations.items() if name in used}
+            return assignment.with_artifact("transform", write_rotations(rotations), facts)
         return replace(assignment, transform=facts)
 
     def cost(self, model: nn.Module, layers: Iterable[str]) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class Transform:
             added = sum(matrix.numel() for matrix in matrices)
         return {
             "rotated_layers": rotated, "elements": added,
-            "bits_per_element": 16 * added / sum(weights.values()),
+            "bits_per_element": 16 * added / (sum(weights.values()) or 1),
             "products_per_input_element": products,
         }  # fmt: skip
 

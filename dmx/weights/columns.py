@@ -13,6 +13,12 @@ a row, the errors of the block are computed again from its end: e solves U^T e =
 `fake_quant` gives its own results back, so that rounding the result again, by the same format and
 rule, changes no value: exports and loaded files need nothing but the weights.
 
+Scales of formats other than MX depend on more than a block (`dmx.numerics.scaled`). What they take from the
+whole, the amax of the weight (nvfp4) or of each row (fp8), is that of the weight before its first column is
+rounded, and stays. In nvfp4 blocks of 16 then fix their E4M3 scales as above; in fp8 a row has its one
+scale from the start, and errors that push a value beyond 448 of it are clamped and made good later. Rounding
+the result again needs the same amax: stored weights keep the scales themselves.
+
 Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales,
 the second quantization and the correction for inputs are ours.
 """
@@ -29,6 +35,7 @@ from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics import block_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
+from dmx.numerics.scaled import block_scales
 
 LAZY_COLUMNS = 128
 """Columns whose errors reach the rest of the weight in one product; from the paper."""
@@ -115,6 +122,30 @@ class GraphedColumns:
         return graph, inputs, results
 
 
+def fixed_amax(weight: Tensor, block_format: BlockFormat) -> Tensor | None:
+    """What the scales of a weight (out, in) take from the whole of it: None (MX), its amax, 0-d (nvfp4), or
+    that of each row, (out, 1) (fp8)."""
+    if block_format.is_mx:
+        return None
+    magnitudes = weight.detach().float().abs()
+    return magnitudes.amax() if block_format.block_size else magnitudes.amax(1, keepdim=True)
+
+
+def _to_units(
+    block: Tensor, block_format: BlockFormat, scale_rule: ScaleRule, amax: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A block (columns, rows) in units of its scale in each row, and the scales (rows,)."""
+    if block_format.is_mx:
+        padded = F.pad(block, (0, 0, 0, block_format.block_size - len(block)))
+        exponent = block_to_scale_exponent(padded.T, block_format.element, scale_rule)
+        # Powers of two: the loop in units of the scale gives the bits of the loop without.
+        return block * exact_power_of_two(-exponent), exact_power_of_two(exponent)
+    size = block_format.block_size or len(block)
+    blocks = F.pad(block, (0, 0, 0, size - len(block))).T[:, None]
+    scale = block_scales(blocks, block_format, scale_rule, amax).scale[:, 0]
+    return torch.where(scale > 0, block / scale, block), scale
+
+
 @torch.no_grad()
 def round_weight(
     weight: Tensor,
@@ -124,31 +155,31 @@ def round_weight(
     *,
     by: RoundColumns = round_columns,
 ) -> Tensor:
-    """Round one weight, or the stacked weights of layers that share their input.
+    """Round one weight, or the stacked weights of layers that share their input: in formats without a
+    scale of the whole tensor.
 
     Args:
         weight: (out, in) fp32, bf16 or fp16. factor: (in, in) float32 of `inverse_factor`.
         by: rounds the columns of a block; a `GraphedColumns` gives the same bits sooner on a GPU.
 
     Returns:
-        (out, in) float32, values of the format; `fake_quant` by it and the rule gives the same.
+        (out, in) float32, values of the format; `fake_quant` by it, the rule and the `fixed_amax` of the
+        weight gives the same.
     """
-    element = block_format.element
+    element, size = block_format.element, block_format.block_size or BLOCK_SIZE
+    amax = fixed_amax(weight, block_format)
     free = weight.detach().float().T.contiguous()  # (in, out): a column of the weight is a row
     rounded, columns = torch.empty_like(free), len(free)
     for start in range(0, columns, LAZY_COLUMNS):
         end = min(start + LAZY_COLUMNS, columns)
         errors = torch.empty_like(free[start:end])
-        for first in range(start, end, BLOCK_SIZE):
-            last = min(first + BLOCK_SIZE, end)
+        for first in range(start, end, size):
+            last = min(first + size, end)
             block, own = free[first:last], factor[first:last, first:last]
-            padded = F.pad(block, (0, 0, 0, BLOCK_SIZE - len(block)))
-            exponent = block_to_scale_exponent(padded.T, element, scale_rule)
-            # Powers of two: the loop in units of the scale gives the bits of the loop without.
-            values, error = by(block * exact_power_of_two(-exponent), own, element)
-            scale = exact_power_of_two(exponent)
+            units, scale = _to_units(block, block_format, scale_rule, amax)
+            values, error = by(units, own, element)
             values, error = values * scale, error * scale
-            ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule)
+            ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule, amax=amax)
             again = torch.linalg.solve_triangular(own.T, block - ruled, upper=False)
             error = torch.where((ruled != values).any(0), again, error)
             rounded[first:last], errors[first - start : last - start] = ruled, error

@@ -38,6 +38,7 @@ from dmx.weights.columns import (
     GraphedColumns,
     RoundColumns,
     corrected_weight,
+    fixed_amax,
     inverse_factor,
     round_columns,
     round_weight,
@@ -106,10 +107,12 @@ class _Rounding:
     def _round(self, part: dict[str, QuantLinear], names: list[str], seen: Recorder) -> None:
         """Round the layers of one group; those of one format together."""
         factor = inverse_factor(seen.hessian, self.damping)
-        by_format: dict[BlockFormat, list[str]] = {}
+        by_format: dict[tuple[BlockFormat, str], list[str]] = {}
         for name in names:
-            by_format.setdefault(self.formats[name], []).append(name)
-        for block_format, together in by_format.items():
+            block_format = self.formats[name]
+            alone = name if block_format.scale.global_bits else ""  # of a tensor, not of several
+            by_format.setdefault((block_format, alone), []).append(name)
+        for (block_format, _), together in by_format.items():
             rule = self.assignment.rule("weight", block_format)
             weights = [part[name].weight.detach() for name in together]
             target = torch.cat(weights).float()
@@ -117,8 +120,12 @@ class _Rounding:
                 target = corrected_weight(target, factor, seen.cross)
             rounded = round_weight(target, factor, block_format, rule, by=self.round_columns)
             sizes = [len(weight) for weight in weights]
-            for name, weight, own in zip(together, weights, rounded.split(sizes), strict=True):
-                self._set(part, name, StoredWeight.of(own, weight, block_format, rule))
+            for name, weight, own, wanted in zip(
+                together, weights, rounded.split(sizes), target.split(sizes), strict=True
+            ):
+                amax = fixed_amax(wanted, block_format)
+                stored = StoredWeight.of(own, weight, block_format, rule, amax)
+                self._set(part, name, stored)
 
     def _set(self, part: dict[str, QuantLinear], name: str, stored: StoredWeight) -> None:
         self.done[name] = stored

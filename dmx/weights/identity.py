@@ -17,6 +17,7 @@ def weights_fingerprint(model: nn.Module, assignment: Assignment, facts: dict[st
         "input_formats": assignment.input_formats and dict(assignment.input_formats),
         "scale_rules": {k: dict(v) for k, v in assignment.scale_rules.items()},
         "transform": assignment.transform and dict(assignment.transform),
+        **({"input_amax": dict(assignment.input_amax)} if assignment.input_amax else {}),
         **model_fingerprint(model),
     }  # fmt: skip
     return sha256(json.dumps(body, sort_keys=True).encode())

@@ -36,7 +36,6 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order, batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.files import write_text
-from dmx.kernels import ops
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
 from dmx.models.graph import GraphedStep
@@ -412,6 +411,11 @@ def _check(model: nn.Module, assignment: Assignment) -> None:
             f"the assignment's weights were made already ({assignment.weights.get('name')}). Give the "
             "one that the search left."
         )
+    if alone := [n for n in assignment.transformed if n not in assignment.quantized]:
+        raise AssignmentError(
+            f"weights=learned: {len(alone)} layers have a quantized input and a weight in bf16, first "
+            f"{alone[0]}, which do not learn. Use search.choices=joint, or weights=gptq or nearest."
+        )
     if not assignment.quantized:
         raise AssignmentError("the assignment quantizes no layer: there is nothing to learn")
     if is_applied(model):
@@ -438,7 +442,7 @@ def _prepare(
     folded into all of the model stays in `stage`.
     """
     transform = Transform.of(assignment)
-    undo = transform.install(model, assignment.quantized)
+    undo = transform.install(model, assignment.transformed)
     try:
         layers = starting_weights(linear_layers(model), assignment)
         weights = {name: layer.weight.detach() for name, layer in layers.items()}
@@ -466,7 +470,6 @@ def _store(
     for name, block_format in assignment.block_formats("weight").items():
         rule = assignment.rule("weight", block_format)
         wide = weights[name].to(device, torch.float32)
-        rounded = ops.fake_quant(wide, block_format, scale_rule=rule)
-        stored[name] = StoredWeight.of(rounded, rounded, block_format, rule)
+        stored[name] = StoredWeight.of(wide, wide, block_format, rule)
         stored[name].sample = samples[name]
     return stored

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.applying.apply import block_quantizer
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
@@ -39,7 +40,7 @@ class Segment:
     scale_rule: ScaleRule
     start: int
     shape: tuple[int, int]
-    """Whole rows of blocks; of several weights together (blocks, 32)."""
+    """Whole rows of blocks; of several weights together (blocks, 32), in MX formats."""
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + prod(self.shape)].view(self.shape)
@@ -107,7 +108,8 @@ class Masters(FlatWeights):
     def _add_segment(self, new: Segment) -> None:
         """Joins it to the one before where blocks stay blocks."""
         out, into = new.shape
-        if into % BLOCK_SIZE == 0 and out * into % ALIGNMENT == 0:
+        is_mx = new.block_format.is_mx  # others have scales of whole rows or tensors
+        if is_mx and into % BLOCK_SIZE == 0 and out * into % ALIGNMENT == 0:
             new = Segment(
                 new.block_format, new.scale_rule, new.start, (out * into // BLOCK_SIZE, BLOCK_SIZE)
             )
@@ -261,7 +263,7 @@ def learning_model(
         layer = adopt(LearningLinear, linear)
         block_format = input_formats.get(name)
         layer.input_quantizer = (
-            BlockQuantizer(block_format, assignment.rule("input", block_format))
+            block_quantizer(assignment, name, "input", block_format)
             if block_format is not None
             else None
         )

@@ -9,6 +9,8 @@ FORMAT_COLOURS = {
     "mxfp6_e3m2": "#009e73",
     "mxfp8_e4m3": "#0057a3",
     "mxfp8_e5m2": "#cc79a7",
+    "nvfp4": "#d55e00",
+    "fp8": "#0072b2",
     "bf16": "#5b6068",
 }
 UNKNOWN_COLOUR = "#c4c8ce"

@@ -22,6 +22,8 @@ _CELL_MARKS = {
     "mxfp6_e3m2": "6r",
     "mxfp8_e4m3": "8",
     "mxfp8_e5m2": "8r",
+    "nvfp4": "4n",
+    "fp8": "8f",
     "bf16": "16",
 }
 _OTHER = "other"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import mor
 from dmx.applying.apply import restore
+from dmx.applying.calibrate import calibrate_inputs, needs_calibration
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
 from dmx.data import DataPair, check_overlap, check_window, encode, load_text, token_batches
@@ -174,8 +175,12 @@ class Bench:
     def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
         """Rows of one format everywhere."""
         path = f"uniform-{block_format}.json"
-        self.rows(
-            path, lambda: (uniform_assignment(self.model, block_format, config), {}), guarded=False
+        self.rows(path, lambda: (self._uniform(block_format, config), {}), guarded=False)
+
+    def _uniform(self, block_format: BlockFormat, config: SearchConfig) -> Assignment:
+        made = uniform_assignment(self.model, block_format, config)
+        return (
+            calibrate_inputs(self.model, made, self.batches(0)) if needs_calibration(made) else made
         )
 
     def searched(

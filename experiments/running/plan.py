@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dmx.assignment.budget import Budget
-from dmx.formats import MX_FORMATS, BitUnit, BlockFormat, check_choice
+from dmx.formats import BLOCK_FORMATS, MX_FORMATS, BitUnit, BlockFormat, check_choice
 from dmx.models import ModelConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import SCANS, SEARCHES, PolishConfig, RotationConfig, SearchSettings
@@ -252,5 +252,6 @@ def uniform_settings(settings: SearchSettings) -> SearchConfig:
 
 
 def uniform_formats(baselines: Sequence[str]) -> list[BlockFormat]:
-    """Formats that are measured everywhere alike: every MX format, or those that are named."""
-    return [f for f in MX_FORMATS if {"uniform", f.name} & set(baselines)]
+    """Formats that are measured everywhere alike: every MX format for `uniform`, and those that are named."""
+    every = MX_FORMATS if "uniform" in baselines else ()
+    return [f for f in BLOCK_FORMATS.values() if f in every or f.name in baselines]

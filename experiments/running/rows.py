@@ -13,7 +13,7 @@ from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
 from dmx.files import finite
-from dmx.formats import family_name
+from dmx.formats import BLOCK_FORMATS, family_name
 from mor.log import read_log
 from mor.training import TrainResult
 
@@ -68,7 +68,7 @@ def _stage_of(assignment: Assignment) -> str:
     if assignment.weights is not None:
         return str(assignment.weights["name"])
     formats = assignment.block_formats("weight").values()
-    rules = {assignment.rule("weight", block_format) for block_format in formats}
+    rules = {assignment.rule("weight", f) for f in formats if "mse" in f.rules}
     return "mse" if rules == {"mse"} else "nearest"
 
 
@@ -76,10 +76,13 @@ def scale_rules_text(rules: ScaleRules) -> str:
     """Scale rules in a few words: the one rule of all formats, or each operand's.
 
     Args:
-        rules: operand -> format -> rule; formats that are not named have `floor`.
+        rules: operand -> format -> rule; formats that are not named have their usual one, for which
+            `floor` stands here.
     """
     sides = {}
-    for operand, by_format in rules.items():
+    for operand, stated in rules.items():
+        usual = {f: BLOCK_FORMATS[f].rules[0] for f in stated}
+        by_format = {f: "floor" if rule == usual[f] else rule for f, rule in stated.items()}
         unusual = {f: rule for f, rule in sorted(by_format.items()) if rule != "floor"}
         alike = set(by_format.values())
         words = ", ".join(f"{name} {rule}" for name, rule in unusual.items()) or "floor"

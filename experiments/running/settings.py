@@ -12,7 +12,7 @@ import torch
 from dmx.data import DataPair
 from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
-from dmx.formats import MX_FORMATS, check_choice
+from dmx.formats import BLOCK_FORMATS, check_choice
 from dmx.models import ModelConfig
 from dmx.weights.config import GptqConfig
 from dmx.weights.learn_config import LearnConfig
@@ -22,7 +22,7 @@ from ..reporting.record import HEURISTICS, QUANTIZED
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Of a clone beside `experiments`, of an installed package inside it."""
 SAFETY = ("off", "calibrated")
-BASELINES = ("bf16", "uniform", *HEURISTICS, *map(str, MX_FORMATS))
+BASELINES = ("bf16", "uniform", *HEURISTICS, *BLOCK_FORMATS)
 """Of a search; the first two of a comparison. uniform is every MX format, a name that one."""
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
-from dmx.formats import BF16, Format, get_block_format, get_format
+from dmx.formats import BF16, BlockFormat, Format, get_block_format, get_format
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
 
@@ -38,6 +38,11 @@ class Source:
     """An assignment, or the body of another tool's config."""
     files: Path | None = None
     """An exported folder, whose weights are to be used."""
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether inputs of its one format have a global scale that calibration fixes."""
+        return isinstance(self.uniform, BlockFormat) and self.uniform.needs_input_amax
 
     def on(self, model: nn.Module) -> Assignment:
         """The assignment for a model, which may be on meta.

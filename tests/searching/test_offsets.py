@@ -61,7 +61,7 @@ def test_annealing_is_the_formula_of_its_family():
 def test_the_soft_average_starts_at_the_floor_of_the_design(family, bits):
     family = get_family(family)
     offset = float(anneal(torch.zeros(1), 0.4, family))
-    added = float(added_bits(torch.tensor(offset), family, "element_bits"))
+    added = float(added_bits(torch.tensor(offset), torch.tensor(family.steps("element_bits"))))
     assert 4 + added == pytest.approx(bits, abs=0.005)
 
 

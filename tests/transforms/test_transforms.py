@@ -354,11 +354,11 @@ def test_the_gradient_of_a_rotation_is_that_of_finite_differences(
     make_tiny, monkeypatch, generator
 ):
     """With a smooth function for the quantizer, whose own derivative is straight-through."""
-    monkeypatch.setattr(ops, "continuous_fake_quant", lambda x, parameters: torch.tanh(2 * x))
+    monkeypatch.setattr(ops, "continuous_fake_quant", lambda x, parameters, **_: torch.tanh(2 * x))
     monkeypatch.setattr(
         ops,
         "continuous_fake_quant_backward",
-        lambda grad, x, parameters, needs_grad_x=True: (
+        lambda grad, x, parameters, needs_grad_x=True, **_: (
             2 * grad * (1 - torch.tanh(2 * x) ** 2) if needs_grad_x else None,
             torch.zeros(()),
         ),

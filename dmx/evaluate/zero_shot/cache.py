@@ -54,7 +54,8 @@ def quantization(model: nn.Module) -> dict[str, list[str | None]] | None:
             if quantizer is None:
                 texts.append(None)
             elif type(quantizer) is BlockQuantizer:
-                texts.append(f"{quantizer.block_format} {quantizer.scale_rule}")
+                amax = "" if quantizer.amax is None else f" amax {quantizer.amax!r}"
+                texts.append(f"{quantizer.block_format} {quantizer.scale_rule}{amax}")
             elif type(quantizer) is StoredWeight:
                 texts.append(f"{quantizer.block_format} stored {quantizer.digest}")
             else:

@@ -1,0 +1,52 @@
+"""What an assignment must know of inputs before they are quantized."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from dmx.applying.apply import is_applied
+from dmx.assignment.assignment import Assignment
+from dmx.data.batches import list_batches
+from dmx.errors import ModelError
+from dmx.models.ranges import input_amax
+from dmx.transforms.stage import Transform, transformed
+
+
+def needs_calibration(assignment: Assignment) -> bool:
+    """Whether inputs have a format with one global scale for all tensors that was not measured."""
+    formats = assignment.block_formats("input")
+    needed = {name for name, f in formats.items() if f.needs_input_amax}
+    return bool(needed - set(assignment.input_amax or {}))
+
+
+def calibrate_inputs(
+    model: nn.Module, assignment: Assignment, batches: Iterable[Tensor]
+) -> Assignment:
+    """The assignment with `input_amax`: the largest magnitudes of the inputs that nvfp4 quantizes.
+
+    They are measured on the full-precision model, under the assignment's transform, on the first 16 batches;
+    larger values are clamped in use. A search measures them itself.
+
+    Args:
+        model: that the assignment was made for, without it applied; it is left as it was.
+        batches: int64 token ids (batch, length), all of one shape, as for `search`.
+
+    Returns:
+        The same assignment where no input needs it.
+
+    Raises:
+        AssignmentError: it is for another model. ModelError: an assignment is applied. DataError: the batches.
+    """
+    if is_applied(model):
+        raise ModelError(
+            "an assignment is already applied to this model; call dmx.restore(model) first"
+        )
+    assignment.check(model)
+    formats = assignment.block_formats("input")
+    layers = [n for n, f in formats.items() if f.needs_input_amax]
+    if not layers:
+        return assignment
+    listed = list_batches(batches, model)
+    with transformed(model, Transform.of(assignment), assignment.transformed):
+        return replace(assignment, input_amax=input_amax(model, layers, listed))

@@ -1,0 +1,46 @@
+"""How large the inputs of layers become on calibration data."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dmx.models.linears import linear_layers
+from dmx.models.running import evaluating, model_logits
+
+AMAX_BATCHES = 16
+"""Calibration batches that are looked at, the first so many."""
+
+
+@torch.no_grad()
+def input_amax(
+    model: nn.Module, layers: Iterable[str], batches: Sequence[Tensor]
+) -> dict[str, float]:
+    """layer -> largest finite magnitude of its input, as it enters the product: rotated where it is.
+
+    Args:
+        model: not quantized, with its transform.
+        batches: (batch, length) int64; the first AMAX_BATCHES of them.
+    """
+    linears = linear_layers(model)
+    device = next(model.parameters()).device
+    largest = {name: torch.zeros((), device=device) for name in layers}
+
+    def watch(name: str, layer: nn.Linear) -> torch.utils.hooks.RemovableHandle:
+        def see(_: nn.Module, args: tuple[Tensor]) -> None:
+            x, rotation = args[0].detach(), getattr(layer, "input_transform", None)
+            x = x if rotation is None else rotation(x)
+            magnitude = torch.where(x.isfinite(), x.abs(), 0).amax().float()
+            largest[name] = torch.maximum(largest[name], magnitude)
+
+        return layer.register_forward_pre_hook(see)
+
+    handles = [watch(name, linears[name]) for name in largest]
+    try:
+        with evaluating(model):
+            for batch in batches[:AMAX_BATCHES]:
+                model_logits(model, batch.to(device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: float(value) for name, value in largest.items()}

@@ -1,0 +1,110 @@
+"""The straight line between two formats of which one is no MX format: nvfp4, fp8 or bf16.
+
+The formula, its stops and its derivatives are those of `dmx.numerics.line`,
+
+    y = (1-w) Q_k(x) + w Q_(k+1)(x),   in float32, rounded once to the dtype of x,
+
+with Q of bf16 the identity, which nothing clamps. A row of parameters names both formats and their rules; it is
+read on the host, so a captured graph cannot follow it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmx.formats import ALL_RULES, FORMATS, BlockFormat, Format, ScaleRule
+from dmx.numerics.mx import check_input, wide_values
+
+N_MIXED_PARAMETERS = 6
+"""share, its derivative by the offset, index and rule of the lower format, and of the higher one."""
+_FORMATS = tuple(FORMATS.values())
+
+Quantized = Callable[
+    [Tensor, int, BlockFormat, ScaleRule, Tensor | float | None], tuple[Tensor, Tensor]
+]
+"""As `wide_values`."""
+
+
+class Side(NamedTuple):
+    """One of the two formats, as numbers of a row."""
+
+    format: float
+    """Index in FORMATS."""
+    rule: float
+    """Index in ALL_RULES; of bf16 0."""
+
+
+def side_of(block_format: Format, rule: ScaleRule | None) -> Side:
+    """Numbers of a format under a rule; None for bf16, which has none."""
+    return Side(_FORMATS.index(block_format), 0 if rule is None else ALL_RULES.index(rule))
+
+
+class _Both(NamedTuple):
+    """Of both formats, float32 and bool, shape of x."""
+
+    low: Tensor
+    high: Tensor
+    low_inside: Tensor
+    high_inside: Tensor
+    slope: float
+
+
+def _values(
+    x: Tensor, numbers: Sequence[float], amax: Tensor | float | None, by: Quantized
+) -> tuple[Tensor, Tensor]:
+    block_format, rule = _FORMATS[int(numbers[0])], ALL_RULES[int(numbers[1])]
+    if not isinstance(block_format, BlockFormat):
+        return x.float(), torch.ones_like(x, dtype=torch.bool)
+    return by(x, x.ndim - 1, block_format, rule, amax)
+
+
+def _both(x: Tensor, parameters: Tensor, amax: Tensor | float | None, by: Quantized) -> _Both:
+    _, slope, *sides = parameters.tolist()
+    low, low_inside = _values(x, sides[:2], amax, by)
+    high, high_inside = _values(x, sides[2:], amax, by)
+    return _Both(low, high, low_inside, high_inside, slope)
+
+
+def mixed_fake_quant(
+    x: Tensor,
+    parameters: Tensor,
+    amax: Tensor | float | None = None,
+    *,
+    by: Quantized = wide_values,
+) -> Tensor:
+    """Values on the line, blocks along the last axis, without autograd.
+
+    Args:
+        x: (..., n) fp32, bf16 or fp16.
+        parameters: (6,) float32, one row of `line_parameters`.
+        amax: as of `dmx.numerics.quantize`.
+        by: quantizes; a kernel that equals `wide_values` gives the same bits sooner.
+
+    Returns:
+        Shape and dtype of x.
+    """
+    check_input(x)
+    share, _, *sides = parameters.tolist()
+    if share in (0.0, 1.0):
+        return _values(x, sides[2:] if share else sides[:2], amax, by)[0].to(x.dtype)
+    q = _both(x, parameters, amax, by)
+    return ((1 - parameters[0]) * q.low + parameters[0] * q.high).to(x.dtype)
+
+
+def mixed_derivatives(
+    x: Tensor,
+    parameters: Tensor,
+    amax: Tensor | float | None = None,
+    *,
+    by: Quantized = wide_values,
+) -> tuple[Tensor, Tensor]:
+    """dy/dx in [0, 1] and dy/db of each element, both float32 with the shape of x."""
+    check_input(x)
+    q = _both(x, parameters, amax, by)
+    share = parameters[0]
+    dx = (1 - share) * q.low_inside + share * q.high_inside
+    db = torch.where(q.low == q.high, 0.0, q.high - q.low) * q.slope
+    is_number = ~(q.low.isnan() | q.high.isnan())
+    return torch.where(is_number, dx, 0.0), torch.where(is_number, db, 0.0)
