@@ -89,7 +89,7 @@ class ScaleRulesConfig:
             stated = getattr(self, operand)
             if stated == "floor" or not isinstance(stated, str):
                 continue
-            if not any(stated in f.rules for f in blocks):
+            if blocks and not any(stated in f.rules for f in blocks):
                 has = "; ".join(f"{f}: {', '.join(f.rules)}" for f in blocks)
                 raise FormatError(
                     f"search.scale_rules.{operand}={stated} is a rule of none of the formats that are "

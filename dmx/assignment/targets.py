@@ -10,6 +10,7 @@ format.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dmx.formats import BLOCK_FORMATS
 from dmx.models.linears import fused_group
 
 _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
@@ -17,6 +18,7 @@ _TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
 _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
 _CT_INPUTS = _VLLM_FORMATS
+_DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ _VLLM = "vLLM >= 0.33"
 
 TARGETS: dict[str, Target] = {
     "assignment.json": Target(
-        _ALL_FORMATS, (Loader("dmx", _ALL_FORMATS, "dmx", input_formats=_ALL_FORMATS),)
+        _DMX_FORMATS, (Loader("dmx", _DMX_FORMATS, "dmx", input_formats=_DMX_FORMATS),)
     ),
     "compressed_tensors, profile vllm": Target(
         _VLLM_FORMATS,

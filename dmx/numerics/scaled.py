@@ -16,7 +16,7 @@ Scale rules of nvfp4, the last two for weights, which are quantized once:
     amax/6    as above; the default
     4over6    that, or s = E4M3(amax(block) / 4 * G), whichever has the least squared error of the block, ties
               to amax/6
-    mse       of the E4M3 numbers from two below to four above that of amax/6 the one with the least squared
+    mse       of the E4M3 numbers from two below to five above that of amax/6 the one with the least squared
               error, ties to the larger
 
 Errors are summed in the order that `dmx.numerics.scaling` says, in units of 2**floor(log2 amax(block)).
@@ -50,8 +50,9 @@ LEAST_AMAX = 2.0**-100
 """Of a tensor, for its global scale."""
 LEAST_ROW_SCALE = 2.0**-126
 """Of a row that is not zero: the least normal float32."""
-MSE_CODES = (4, 3, 2, 1, 0, -1, -2)
-"""From the code of amax/6; a later one wins only where it is better."""
+MSE_CODES = (5, 4, 3, 2, 1, 0, -1, -2)
+"""From the code of amax/6; a later one wins only where it is better. Five reach what maps amax to 4: what was
+rounded so is found again."""
 
 
 class BlockScales(NamedTuple):
