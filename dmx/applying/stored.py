@@ -97,17 +97,20 @@ class StoredWeight:
         kept = (self.codes, self.scales, self.inv_global)
         return sha256(b"".join(t.cpu().numpy().tobytes() for t in kept if t is not None))
 
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """(out, columns) in whole blocks, on the device of the codes."""
+        codes = unpack_codes(self.codes, self.block_format.element.bits)
+        return QuantizedTensor(
+            codes, self.scales, self.block_format, -1, dtype, self.inv_global
+        ).dequantize()
+
     def __call__(self, x: Tensor) -> Tensor:
         """The stored weight in the shape and dtype of x, and on its device."""
         if self.codes.device != x.device:
             self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
             if self.inv_global is not None:
                 self.inv_global = self.inv_global.to(x.device)
-        codes = unpack_codes(self.codes, self.block_format.element.bits)
-        whole = QuantizedTensor(
-            codes, self.scales, self.block_format, -1, x.dtype, self.inv_global
-        ).dequantize()
-        return whole[:, : x.shape[1]].contiguous()
+        return self.values(x.dtype)[:, : x.shape[1]].contiguous()
 
     def check(self, weight: Tensor, layer: str) -> None:
         """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype."""

@@ -17,7 +17,9 @@ _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
 _TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
 _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
-_CT_INPUTS = _VLLM_FORMATS
+_CT_VLLM = _VLLM_FORMATS | {"fp8"}
+_CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | {"fp8", "nvfp4"}
+_CT_INPUTS = _CT_VLLM
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
 
@@ -56,16 +58,16 @@ TARGETS: dict[str, Target] = {
         _DMX_FORMATS, (Loader("dmx", _DMX_FORMATS, "dmx", input_formats=_DMX_FORMATS),)
     ),
     "compressed_tensors, profile vllm": Target(
-        _VLLM_FORMATS,
+        _CT_VLLM,
         (
-            Loader("transformers", _VLLM_FORMATS, _CT, input_formats=_CT_INPUTS),
-            Loader("vLLM", _VLLM_FORMATS, _VLLM, needs_fused_units=True),
+            Loader("transformers", _CT_VLLM, _CT, input_formats=_CT_INPUTS),
+            Loader("vLLM", _CT_VLLM, _VLLM, needs_fused_units=True),
         ),
         needs_fused_units=True,
     ),
     "compressed_tensors, profile transformers": Target(
-        _TRANSFORMERS_FORMATS,
-        (Loader("transformers", _TRANSFORMERS_FORMATS, _CT, input_formats=_CT_INPUTS),),
+        _CT_TRANSFORMERS,
+        (Loader("transformers", _CT_TRANSFORMERS, _CT, input_formats=_CT_INPUTS),),
     ),
     "quark": Target(
         _QUARK_FORMATS,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
 from dmx.errors import RunError
 from dmx.formats import BlockFormat, Operand, ScaleRule
@@ -48,7 +49,8 @@ class LayerPlan:
     @property
     def bytes(self) -> int:
         """What bits_per_element says the weight takes; whole, since blocks fill every row."""
-        return round(self.shape[0] * self.shape[1] * self.weight.bits_per_element / 8)
+        bits = self.weight.bits("bits_per_element", self.shape)
+        return round(self.shape[0] * self.shape[1] * bits / 8)
 
 
 Layers = Mapping[str, LayerPlan]
@@ -79,8 +81,20 @@ class Layout:
     """The loader's input quantization equals ours bit for bit."""
     packed: bool = True
     """The tensors' bytes equal bits_per_element."""
+    encode_stored: Callable[[StoredWeight], dict[str, Tensor]] | None = None
+    """A weight as an assignment keeps it; needed for formats that do not give their own values back to the
+    bit, all but MX"""
+    decode_stored: Callable[[Mapping[str, Tensor], BlockFormat], StoredWeight] | None = None
+    """Inverse of `encode_stored`, but for the sample"""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
+
+
+def decoded_by(
+    decode_stored: Callable[[Mapping[str, Tensor], BlockFormat], StoredWeight],
+) -> Callable[[Mapping[str, Tensor], BlockFormat, torch.dtype], Tensor]:
+    """`decode` of a layout, from its `decode_stored`."""
+    return lambda tensors, block_format, dtype: decode_stored(tensors, block_format).values(dtype)
 
 
 def layers_of(assignment: Assignment, *, inputs: bool = False) -> dict[str, LayerPlan]:

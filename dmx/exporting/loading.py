@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from dmx.applying.apply import apply
+from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
 from dmx.exporting.exporter import FACTS_FILE
@@ -22,6 +23,8 @@ from dmx.exporting.layouts import Layout
 from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
 
+FROM_FILES = "files"
+"""What an assignment's `weights` are called that are the bytes of files."""
 METHODS = {"compressed-tensors": "compressed_tensors", "quark": "quark", "torchao": "torchao"}
 
 
@@ -96,7 +99,11 @@ def load_exported(
         assignment.check(model)
     else:
         assignment = read_assignment(body, model)
-    _fill(model, folder, layout, assignment)
+    stored = _fill(model, folder, layout, assignment)
+    if stored:
+        in_order = {name: stored[name] for name in assignment.quantized}
+        content = to_bytes(in_order, "files")
+        assignment = assignment.with_artifact("weights", content, {"name": FROM_FILES})
     if inputs is None:
         facts = folder / FACTS_FILE
         inputs = bool(json.loads(facts.read_text())["inputs"]) if facts.is_file() else True
@@ -104,19 +111,34 @@ def load_exported(
     return LoadedExport(model, _tokenizer(folder), assignment, layout.name, inputs)
 
 
-def _fill(model: Any, folder: Path, layout: Layout, assignment: Assignment) -> None:
-    """Put the files' values into the model, strictly: nothing missing, nothing left over."""
+def _fill(
+    model: Any, folder: Path, layout: Layout, assignment: Assignment
+) -> dict[str, StoredWeight]:
+    """Put the files' values into the model, strictly: nothing missing, nothing left over.
+
+    Returns:
+        The quantized weights as the files hold them; {} where all are in MX formats.
+    """
     formats = assignment.block_formats("weight")
     waiting: dict[str, dict[str, Tensor]] = {layer: {} for layer in formats}
     state = dict(model.state_dict())
     left = set(state)
+    stored: dict[str, StoredWeight] = {}
+    # Decoded and quantized again, other formats than MX would not give the same values to the bit.
+    keeps = any(not f.is_mx for f in formats.values())
     for name, tensor in _tensors(folder):
         layer, _, last = name.rpartition(".")
         if layer in waiting and last in layout.specs(formats[layer], assignment.shapes[layer]):
             waiting[layer][last] = tensor
-            if len(waiting[layer]) == 2:
-                _copy(state, f"{layer}.weight", _decode(layout, waiting.pop(layer), formats[layer]))
+            specs = layout.specs(formats[layer], assignment.shapes[layer])
+            if len(waiting[layer]) == len(specs):
+                tensors = waiting.pop(layer)
+                weight = _decode(layout, tensors, formats[layer])
+                _copy(state, f"{layer}.weight", weight)
                 left.discard(f"{layer}.weight")
+                if layout.decode_stored is not None and keeps:
+                    stored[layer] = layout.decode_stored(tensors, formats[layer])
+                    stored[layer].sample = sample_of(weight)
         elif name in state:
             _copy(state, name, tensor)
             left.discard(name)
@@ -129,6 +151,7 @@ def _fill(model: Any, folder: Path, layout: Layout, assignment: Assignment) -> N
             f"{folder}: tensors are missing for {', '.join([*missing, *waiting][:3])}. Get the "
             "files again."
         )
+    return stored
 
 
 def _decode(layout: Layout, tensors: Mapping[str, Tensor], block_format: Any) -> Tensor:

@@ -23,11 +23,17 @@ def code_bits(block_format: BlockFormat) -> int:
 
 def check_in_features(layer: str, in_features: int, block_format: BlockFormat) -> None:
     """Raise FormatError unless blocks fill every row: no layout holds a short block."""
-    if in_features % block_format.block_size:
+    if block_format.block_size and in_features % block_format.block_size:
         raise FormatError(
             f"{layer} has in_features={in_features}, no multiple of {block_format.block_size}: no "
             "export layout holds a short block. Leave it in BF16 (search.exclude) and search again."
         )
+
+
+def check_finite(weight: Tensor) -> None:
+    """Raise FormatError for NaN or Inf, which a file would spread over blocks."""
+    if not bool(weight.isfinite().all()):
+        raise FormatError("the weight holds NaN or Inf; an export would spread it over its blocks")
 
 
 def encode_weight(
@@ -41,8 +47,7 @@ def encode_weight(
     Returns:
         (out, in * bits / 8) uint8, for 8 bits (out, in) float8; (out, in / 32) uint8 E8M0.
     """
-    if not bool(weight.isfinite().all()):
-        raise FormatError("the weight holds NaN or Inf; an export would spread it over its blocks")
+    check_finite(weight)
     packed, scales = ops.quantize_packed(weight, block_format, scale_rule=scale_rule)
     return as_float8(packed, block_format), scales
 

@@ -165,6 +165,7 @@ def check_holds(
         )
     if inputs:
         _check_unequal(assignment, target, profile)
+        _check_no_lone_inputs(assignment)
     for layer, block_format in assignment.block_formats("weight").items():
         check_in_features(layer, assignment.shapes[layer][1], block_format)
 
@@ -192,6 +193,17 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
         "target=assignment or inputs=false, or search again with search.choices=joint and "
         "search.input_format=null."
     )
+
+
+def _check_no_lone_inputs(assignment: Assignment) -> None:
+    """Raise FormatError for quantized inputs beside weights in BF16: no layout names such a layer."""
+    lone = [n for n in assignment.block_formats("input") if n not in assignment.quantized]
+    if lone:
+        raise FormatError(
+            f"inputs=true: {len(lone)} layers have a quantized input beside a weight in bf16, first "
+            f"{lone[0]}, and files leave such layers alone. Use inputs=false or target=assignment, or "
+            "search again with search.choices=joint."
+        )
 
 
 def _own_loader(target: str, profile: str | None) -> Loader:

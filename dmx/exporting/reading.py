@@ -35,6 +35,11 @@ _QUARK = {
     "fp8_e5m2": "mxfp8_e5m2",
 }
 _COMPRESSED_TENSORS = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}
+_OTHER_COMPRESSED_TENSORS = {
+    ("tensor_group", 16, 4): "nvfp4",
+    ("channel", None, 8): "fp8",
+}
+"""Strategy, group size and bits -> format."""
 _MODELOPT = {
     "MXFP4": "mxfp4",
     "W4A8_MXFP4_FP8": "mxfp4",
@@ -169,8 +174,11 @@ def _compressed_tensors(body: Mapping[str, Any]) -> Chooser:
         weights = next((w for target, w in targets if matches(name, target)), None)
         if weights is None:
             return None
-        is_mx = weights.get("type") == "float" and weights.get("group_size") == BLOCK_SIZE
-        bits = weights.get("num_bits")
+        is_float, bits = weights.get("type") == "float", weights.get("num_bits")
+        is_mx = is_float and weights.get("group_size") == BLOCK_SIZE
+        shape = (weights.get("strategy"), weights.get("group_size"), bits)
+        if is_float and shape in _OTHER_COMPRESSED_TENSORS:
+            return get_block_format(_OTHER_COMPRESSED_TENSORS[shape])
         if not is_mx or bits not in _COMPRESSED_TENSORS:
             shown = f"{weights.get('type')} {bits} bits, group {weights.get('group_size')}"
             raise _refuse("compressed-tensors", name, shown)

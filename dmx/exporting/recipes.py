@@ -21,7 +21,7 @@ from dmx.exporting.compressed_tensors import FORMAT_NAMES
 from dmx.exporting.compressed_tensors import LAYOUT as COMPRESSED_TENSORS
 from dmx.exporting.layouts import layers_of, left_in_bf16
 from dmx.files import write_text
-from dmx.formats import BF16, BlockFormat
+from dmx.formats import BF16, OPERANDS, BlockFormat, Operand
 
 AUTO_ROUND_TYPES = {
     "mxfp4": "mx_fp",
@@ -53,6 +53,18 @@ def _check_equal(assignment: Assignment, target: str) -> None:
         )
 
 
+def _check_mx(assignment: Assignment, target: str) -> None:
+    """Raise FormatError for a target whose names of formats are known here for MX alone."""
+    of: tuple[Operand, ...] = OPERANDS
+    others = {n: f for o in of for n, f in assignment.block_formats(o).items() if not f.is_mx}
+    if others:
+        layer, block_format = next(iter(others.items()))
+        raise FormatError(
+            f"target={target} is written for MX formats alone; {len(others)} layers have others, first "
+            f"{layer}: {block_format}. Use target=compressed_tensors or assignment."
+        )
+
+
 def _llm_compressor(assignment: Assignment) -> str:
     _check_equal(assignment, "llm_compressor")
     for layer, block_format in assignment.block_formats("weight").items():
@@ -71,6 +83,8 @@ def _llm_compressor(assignment: Assignment) -> str:
 
 
 def _modelopt(assignment: Assignment) -> str:
+    _check_mx(assignment, "modelopt")
+
     def quantizer(block_format: BlockFormat | None) -> dict[str, Any]:
         if block_format is None:
             return {"enable": False}
@@ -90,6 +104,7 @@ def _modelopt(assignment: Assignment) -> str:
 
 
 def _auto_round(assignment: Assignment) -> str:
+    _check_mx(assignment, "auto_round")
     layers: dict[str, Any] = {}
     inputs = assignment.block_formats("input")
     for layer, block_format in assignment.block_formats("weight").items():
@@ -115,6 +130,7 @@ def _auto_round(assignment: Assignment) -> str:
 
 def _llama_cpp(assignment: Assignment) -> str:
     _check_equal(assignment, "llama_cpp")
+    _check_mx(assignment, "llama_cpp")
     lines = []
     for layer, block_format in assignment.block_formats("weight").items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", layer)

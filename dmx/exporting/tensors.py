@@ -86,6 +86,9 @@ def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
         source = weight.detach().to(torch.bfloat16)
         if stored is not None:
             stored.check(source, name)
+            if not layer.weight.is_mx:
+                assert layout.encode_stored is not None
+                return {f"{name}.{p}": t for p, t in layout.encode_stored(stored).items()}
             source = stored(source)  # on the grid: the codes below are those that were stored
         encoded = layout.encode(source, layer.weight, layer.weight_rule)
         return {f"{name}.{part}": tensor for part, tensor in encoded.items()}

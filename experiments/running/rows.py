@@ -12,6 +12,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.file import ScaleRules
 from dmx.evaluate.perplexity import perplexity_of
+from dmx.exporting.loading import FROM_FILES
 from dmx.files import finite
 from dmx.formats import BLOCK_FORMATS, family_name
 from mor.log import read_log
@@ -65,7 +66,7 @@ def method_of(
 
 def _stage_of(assignment: Assignment) -> str:
     """What became of the weights; mse also where nothing but the scale rules says it."""
-    if assignment.weights is not None:
+    if assignment.weights is not None and assignment.weights["name"] != FROM_FILES:
         return str(assignment.weights["name"])
     formats = assignment.block_formats("weight").values()
     rules = {assignment.rule("weight", f) for f in formats if "mse" in f.rules}
