@@ -1,4 +1,4 @@
-// MX and continuous quantization on CPU, equal to dmx.numerics bit for bit; and losses of rows of
+// Block formats and continuous quantization on CPU, equal to dmx.numerics bit for bit; and losses of rows of
 // logits, equal to them within float32 rounding.
 //
 // A tensor comes as `rows` rows of `n` contiguous values; blocks of 32 run along a row and the
@@ -509,6 +509,94 @@ void line_backward(const void* grad, const void* x, void* grad_x, float* sums, i
   });
 }
 
+// ---- scales that are numbers, given for each block; names as in dmx.numerics.scaled ------------
+
+// Blocks are 16 values or whole rows, so a half of 32 values lies in one block.
+constexpr int kHalf = kBlock / 2;
+
+// Calls body(row, column, count) for 32 values at a time, fewer at the end of a row; rows run in parallel.
+template <class Body>
+void for_each_piece(int64_t rows, int64_t n, int threads, Body body) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t column = 0; column < n; column += kBlock)
+      body(row, column, int(n - column < kBlock ? n - column : kBlock));
+}
+
+// Blocks of the two halves of a piece; the second of a short piece may be the first again.
+struct Halves {
+  int64_t first, second;
+  Halves(int64_t row, int64_t column, int64_t per_row, int64_t block_size) {
+    const int64_t next = (column + kHalf) / block_size;
+    first = row * per_row + column / block_size;
+    second = row * per_row + (next < per_row ? next : per_row - 1);
+  }
+};
+
+// Largest magnitude of each block, Inf or NaN where one value is; `amax` is zero before.
+template <class T>
+void block_amax(const void* x, float* amax, int64_t rows, int64_t n, int64_t block_size,
+                int threads) {
+  const auto* from = static_cast<const typename T::Storage*>(x);
+  const int64_t per_row = (n + block_size - 1) / block_size;
+  for_each_piece(rows, n, threads, [=](int64_t row, int64_t column, int count) {
+    uint32_t bits[kBlock], largest[2] = {0, 0};
+    load_block<T>(from + row * n + column, count, bits);
+    for (int half = 0; half < 2; ++half)
+      for (int i = 0; i < kHalf; ++i) {
+        const uint32_t magnitude = bits[half * kHalf + i] & kMagnitude;
+        largest[half] = magnitude > largest[half] ? magnitude : largest[half];
+      }
+    const Halves halves(row, column, per_row, block_size);
+    const int64_t blocks[2] = {halves.first, halves.second};
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t before = bits_of(amax[blocks[half]]);
+      if (largest[half] > before) amax[blocks[half]] = float_of(largest[half]);
+    }
+  });
+}
+
+// One of `out` (the dtype of x) and `wide` (float32) is written; `inside` may be null. A NaN scale makes its
+// block NaN.
+template <class T>
+void scaled(const void* x, void* out, float* wide, uint8_t* inside, const float* scales,
+            int64_t rows, int64_t n, int64_t block_size, const Format& f, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  Storage* to = static_cast<Storage*>(out);
+  const int64_t per_row = (n + block_size - 1) / block_size;
+  for_each_piece(rows, n, threads, [=](int64_t row, int64_t column, int count) {
+    const int64_t at = row * n + column;
+    const Halves halves(row, column, per_row, block_size);
+    const float scale_of[2] = {scales[halves.first], scales[halves.second]};
+    uint32_t bits[kBlock];
+    load_block<T>(from + at, count, bits);
+    uint8_t is_inside[kBlock];
+    for (int half = 0; half < 2; ++half) {
+      const float scale = scale_of[half], divisor = scale > 0.0f ? scale : 1.0f;
+      uint32_t* own = bits + half * kHalf;
+      for (int i = 0; i < kHalf; ++i) {
+        const float rounded = unclamped_round(float_of(own[i] & kMagnitude) / divisor, f);
+        is_inside[half * kHalf + i] = rounded <= f.max_normal;
+        const float value = (rounded < f.max_normal ? rounded : f.max_normal) * scale;
+        own[i] = bits_of(value) | (own[i] & kSign);
+      }
+    }
+    if (wide) std::memcpy(wide + at, bits, 4 * count);
+    else store_block<T>(bits, count, to + at);
+    for (int i = 0; i < count; ++i) {
+      if (scale_of[i / kHalf] == scale_of[i / kHalf]) {
+        i += kHalf - 1;  // a half at a time
+        continue;
+      }
+      if (wide) wide[at + i] = scale_of[i / kHalf];
+      else to[at + i] = T::kNan;
+      is_inside[i] = 1;
+    }
+    if (inside) std::memcpy(inside + at, is_inside, count);
+  });
+}
+
 // ---- losses of rows of logits ----------------------------------------------------------------
 
 // exp(x) for x <= 0 within 2 units in the last place; 0 where the result is below 2^-126. NaN stays.
@@ -708,6 +796,18 @@ void dmx_line_backward(int dtype, const void* grad, const void* x, void* grad_x,
                        int64_t rows, int64_t n, const Line* path, int threads) {
   DMX_DISPATCH(dtype, line_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n, *path,
                threads)
+}
+
+void dmx_block_amax(int dtype, const void* x, void* amax, int64_t rows, int64_t n,
+                    int64_t block_size, int threads) {
+  DMX_DISPATCH(dtype, block_amax, x, static_cast<float*>(amax), rows, n, block_size, threads)
+}
+
+// out or wide is null.
+void dmx_scaled(int dtype, const void* x, void* out, void* wide, void* inside, const void* scales,
+                int64_t rows, int64_t n, int64_t block_size, const Format* f, int threads) {
+  DMX_DISPATCH(dtype, scaled, x, out, static_cast<float*>(wide), static_cast<uint8_t*>(inside),
+               static_cast<const float*>(scales), rows, n, block_size, *f, threads)
 }
 
 // gradient may be null. A negative target: loss and gradient 0.

@@ -25,6 +25,7 @@ from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
+from dmx.numerics.scaled import amax_scales
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Contraction into fused multiply-adds would change bits. Nobody looks at floating-point exceptions, and
@@ -159,6 +160,8 @@ def load_library() -> ctypes.CDLL:
         forward, backward = (getattr(library, f"dmx_{path}{end}") for end in ("", "_backward"))
         forward.argtypes = [number, pointer, pointer, *shape, pointer, number]
         backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
+    library.dmx_block_amax.argtypes = [number, pointer, pointer, *shape, count, number]
+    library.dmx_scaled.argtypes = [number, *[pointer] * 5, *shape, count, pointer, number]
     factor = ctypes.c_float
     library.dmx_cross_entropy.argtypes = [number, *[pointer] * 3, factor, pointer, *shape, number]
     library.dmx_kl.argtypes = [
@@ -178,6 +181,8 @@ def load_library() -> ctypes.CDLL:
         "continuous_backward",
         "line",
         "line_backward",
+        "block_amax",
+        "scaled",
         "cross_entropy",
         "kl",
     ):
@@ -308,6 +313,83 @@ def continuous_fake_quant_backward(
     )
     total = sums.sum(dtype=torch.float64).to(torch.float32)
     return grad_x, total * path[1] if is_line(path) else total
+
+
+def has_scaled(scale_rule: ScaleRule) -> bool:
+    """Whether the kernels of formats other than MX know a rule: one that looks at amax alone."""
+    return scale_rule in ("amax/6", "amax/448")
+
+
+def _scales(last: Tensor, block_format: BlockFormat, amax: Tensor | float | None) -> Tensor:
+    """Scale of each block along the last axis, NaN of NaN blocks; (..., blocks) float32."""
+    rows, n, _ = rows_of(last)
+    largest = torch.zeros((*last.shape[:-1], block_format.blocks(n) if n else 0))
+    load_library().dmx_block_amax(
+        _DTYPE_CODES[last.dtype],
+        last.data_ptr(),
+        largest.data_ptr(),
+        rows,
+        n,
+        block_format.block_size or max(n, 1),
+        _threads(last),
+    )
+    finite = largest.isfinite()
+    scales = amax_scales(torch.where(finite, largest, 0.0), block_format, amax).scale
+    return torch.where(finite, scales, torch.nan).contiguous()
+
+
+def _scaled(
+    last: Tensor,
+    block_format: BlockFormat,
+    amax: Tensor | float | None,
+    *,
+    out: Tensor | None,
+    wide: Tensor | None,
+    inside: Tensor | None,
+) -> None:
+    rows, n, _ = rows_of(last)
+    scales = _scales(last, block_format, amax)
+    load_library().dmx_scaled(
+        _DTYPE_CODES[last.dtype],
+        last.data_ptr(),
+        *(None if t is None else t.data_ptr() for t in (out, wide, inside)),
+        scales.data_ptr(),
+        rows,
+        n,
+        block_format.block_size or max(n, 1),
+        ctypes.byref(_format(block_format.element, "floor")),
+        _threads(last),
+    )
+
+
+def scaled_fake_quant(
+    x: Tensor,
+    block_format: BlockFormat,
+    axis: int,
+    amax: Tensor | float | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`dmx.numerics.fake_quant` of formats other than MX, by a rule of `has_scaled`; arguments are checked
+    by the door."""
+    last = x.movedim(axis, -1).contiguous()
+    direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
+    target = out if direct and out is not None else torch.empty_like(last)
+    _scaled(last, block_format, amax, out=target, wide=None, inside=None)
+    if direct:
+        return target
+    result = target.movedim(-1, axis)
+    return result.contiguous() if out is None else out.copy_(result)
+
+
+def wide_values(
+    x: Tensor, block_format: BlockFormat, amax: Tensor | float | None
+) -> tuple[Tensor, Tensor]:
+    """`dmx.numerics.mx.wide_values` of formats other than MX along the last axis, likewise."""
+    last = x.contiguous()
+    wide = torch.empty(last.shape, dtype=torch.float32)
+    inside = torch.empty(last.shape, dtype=torch.bool)
+    _scaled(last, block_format, amax, out=None, wide=wide, inside=inside)
+    return wide, inside
 
 
 def cross_entropy_rows(

@@ -137,13 +137,16 @@ def _checked(
     return block_format, check_axis(x, axis), rule
 
 
-def backend_of(x: Tensor, block_format: BlockFormat) -> str:
-    """What runs for a tensor and a format: formats other than MX have no kernels yet.
+def backend_of(x: Tensor, block_format: BlockFormat, scale_rule: ScaleRule) -> str:
+    """What runs for a tensor, a format and a rule: formats other than MX have kernels on the CPU, for the
+    rules that look at amax alone.
 
     Raises:
-        RunError: kernels were asked for, and there are none for the format.
+        RunError: kernels were asked for, and there are none.
     """
-    return choose_backend(x.device) if block_format.is_mx else _reference_backend(x.device.type)
+    if block_format.is_mx or (x.device.type == "cpu" and cpu.has_scaled(scale_rule)):
+        return choose_backend(x.device)
+    return _reference_backend(x.device.type)
 
 
 def _reference_backend(device_type: str) -> str:
@@ -152,13 +155,19 @@ def _reference_backend(device_type: str) -> str:
 
 @cache
 def _without_kernels(device_type: str, requested: str) -> str:
+    """Raises RunError for a backend that is asked for by name where it has no kernel."""
     check_choice(requested, BACKENDS, "backend")
     if requested not in ("auto", "reference"):
         raise RunError(
-            f"backend={requested!r} has no kernels for nvfp4 and fp8 on {device_type!r}. Set "
-            "DMX_BACKEND=auto, or DMX_BACKEND=reference, which runs everywhere."
+            f"backend={requested!r} has no kernels for nvfp4 and fp8 on {device_type!r} ('cpp' has those "
+            "of amax/6 and amax/448 on the CPU). Set DMX_BACKEND=auto, or DMX_BACKEND=reference, which "
+            "runs everywhere."
         )
-    logger.info("backend on %s for nvfp4 and fp8: reference (requested=%s)", device_type, requested)
+    logger.info(
+        "nvfp4 and fp8 on %s: reference where there are no kernels (requested=%s)",
+        device_type,
+        requested,
+    )
     return "reference"
 
 
@@ -175,7 +184,9 @@ def fake_quant(
     """Quantize and dequantize in one step; see `dmx.numerics.fake_quant`."""
     block_format, axis, rule = _checked(x, block_format, axis, scale_rule)
     check_out(x, out)
-    backend = backend_of(x, block_format)
+    backend = backend_of(x, block_format, rule)
+    if backend == "cpp" and not block_format.is_mx:
+        return cpu.scaled_fake_quant(x, block_format, axis, amax, out)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, rule, out)
     if backend == "triton":
@@ -205,7 +216,7 @@ def fake_quant_to(
         )
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
-    if backend_of(x, block_format) == "triton":
+    if backend_of(x, block_format, rule) == "triton":
         return _triton_mx().fake_quant_to(x, out, block_format, rule)
     return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=rule))
 
@@ -221,19 +232,21 @@ def quantize(
 ) -> QuantizedTensor:
     """Codes and scales; see `dmx.numerics.quantize`."""
     block_format, axis, rule = _checked(x, block_format, axis, scale_rule)
-    backend = backend_of(x, block_format)
+    if not block_format.is_mx:  # codes are wanted once, for a file
+        return numerics.quantize(x, block_format, axis=axis, scale_rule=rule, amax=amax)
+    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.quantize(x, block_format, axis, rule)
     if backend == "triton":
         return _triton_mx().quantize(x, block_format, axis, rule)
-    return numerics.quantize(x, block_format, axis=axis, scale_rule=rule, amax=amax)
+    return numerics.quantize(x, block_format, axis=axis, scale_rule=rule)
 
 
 @torch.no_grad()
 def quantize_packed(
     x: Tensor, block_format: str | BlockFormat, *, scale_rule: ScaleRule | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Packed codes and scales along the last axis, as exported files of MX formats keep them.
+    """Packed codes and scales along the last axis, as exported files keep them; of MX formats.
 
     Returns:
         uint8 (..., n * bits / 8) in the layout of `dmx.numerics.packing`, and the scale codes,
@@ -245,7 +258,7 @@ def quantize_packed(
     """
     block_format, _axis, rule = _checked(x, block_format, -1, scale_rule)
     check_packable(x.shape[-1], block_format.element.bits)
-    backend = backend_of(x, block_format)
+    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.quantize_packed(x, block_format, rule)
     if backend == "triton":
@@ -276,7 +289,8 @@ def _wide_values(
     amax: Tensor | float | None,
 ) -> tuple[Tensor, Tensor]:
     """Values of one side of a line and whether each is inside; see `dmx.numerics.mx.wide_values`."""
-    _reference_backend(x.device.type)
+    if not block_format.is_mx and backend_of(x, block_format, scale_rule) == "cpp":
+        return cpu.wide_values(x, block_format, amax)
     return wide_values(x, axis, block_format, scale_rule, amax)
 
 

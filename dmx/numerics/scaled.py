@@ -78,12 +78,36 @@ def block_scales(
             nvfp4, of each row, shape (...), for fp8.
     """
     of_block = blocks.abs().amax(-1)
-    if block_format.scale.element is None:
-        largest = of_block if amax is None else _like(of_block, amax)
-        return _row_scales(largest, block_format.element)
-    return _relative_scales(
-        blocks, of_block, block_format.element, block_format.scale.element, scale_rule, amax
-    )
+    usual = amax_scales(of_block, block_format, amax)
+    if scale_rule == block_format.rules[0]:
+        return usual
+    return _by_error(blocks, of_block, block_format, scale_rule, usual)
+
+
+def amax_scales(
+    of_block: Tensor, block_format: BlockFormat, amax: Tensor | float | None
+) -> BlockScales:
+    """Scales by the rules that look at amax alone, amax/6 and amax/448.
+
+    Args:
+        of_block: (...) float32, finite, largest magnitude of each block. amax: as of `block_scales`.
+    """
+    element, of_scale = block_format.element, block_format.scale.element
+    if of_scale is None:
+        return _row_scales(of_block if amax is None else _like(of_block, amax), element)
+    if amax is None:
+        amax = of_block.amax() if of_block.numel() else 0.0
+    inv_global = inverse_global_scale(amax, element, of_scale).to(of_block.device)
+    scales = _mapped_to(element.max_normal, of_block, of_scale, inv_global)
+    return BlockScales(scales / inv_global, element_to_codes(scales, of_scale), inv_global)
+
+
+def _mapped_to(
+    largest: float, of_block: Tensor, of_scale: ElementFormat, inv_global: Tensor
+) -> Tensor:
+    """E4M3 scales, as float32, that map the amax of each block to `largest`."""
+    rounded = round_to_element(_divided(of_block, largest) * inv_global, of_scale)
+    return torch.where(of_block > 0, rounded.clamp(min=of_scale.min_subnormal), 0.0)
 
 
 def _like(reference: Tensor, value: Tensor | float) -> Tensor:
@@ -111,32 +135,26 @@ def inverse_global_scale(
     return torch.full_like(largest, element.max_normal * of_scale.max_normal) / largest
 
 
-def _relative_scales(
+def _by_error(
     blocks: Tensor,
     of_block: Tensor,
-    element: ElementFormat,
-    of_scale: ElementFormat,
+    block_format: BlockFormat,
     scale_rule: ScaleRule,
-    amax: Tensor | float | None,
+    usual: BlockScales,
 ) -> BlockScales:
-    if amax is None:
-        amax = of_block.amax() if of_block.numel() else 0.0
-    inv_global = inverse_global_scale(amax, element, of_scale).to(blocks.device)
-
-    def stored(largest: float) -> Tensor:
-        """E4M3 scales, as float32, that map the amax of each block to `largest`."""
-        rounded = round_to_element(_divided(of_block, largest) * inv_global, of_scale)
-        return torch.where(of_block > 0, rounded.clamp(min=of_scale.min_subnormal), 0.0)
-
-    best = stored(element.max_normal)
+    """Scales by 4over6 and by mse, from those by amax/6."""
+    element, of_scale = block_format.element, block_format.scale.element
+    inv_global = usual.inv_global
+    assert of_scale is not None and inv_global is not None
     if scale_rule == "4over6":
-        best = _least_squares(blocks, of_block, [best, stored(4.0)], element, inv_global)
-    elif scale_rule == "mse":
-        codes = element_to_codes(best, of_scale).to(torch.int32)
+        by_four = _mapped_to(4.0, of_block, of_scale, inv_global)
+        candidates = [codes_to_element(usual.stored, of_scale), by_four]
+    else:
+        codes = usual.stored.to(torch.int32)
         near = [(codes + step).clamp(1, of_scale.max_code) for step in MSE_CODES]
-        scales = [codes_to_element(c.to(torch.uint8), of_scale) for c in near]
-        best = _least_squares(blocks, of_block, scales, element, inv_global)
-        best = torch.where(of_block > 0, best, 0.0)
+        candidates = [codes_to_element(c.to(torch.uint8), of_scale) for c in near]
+    best = _least_squares(blocks, of_block, candidates, element, inv_global)
+    best = torch.where(of_block > 0, best, 0.0)
     return BlockScales(best / inv_global, element_to_codes(best, of_scale), inv_global)
 
 

@@ -212,6 +212,8 @@ class DifferentiableSearch:
             obstacle = f"the model is on {self.device.type}"
         elif self.config.descent.gradient_checkpointing:
             obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
+        elif others := self.space.other_formats():
+            obstacle = f"{', '.join(others)} have no kernels on a GPU, and their reference reads on the host"
         elif "line" in self.config.paths.values() and actual_backend(self.device) == "reference":
             obstacle = "the reference of the straight line reads its formats on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):

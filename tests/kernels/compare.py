@@ -45,6 +45,29 @@ def check_mx(
         assert_same_bits(scale_codes, quantized.scale_codes)
 
 
+def check_scaled(x: Tensor, block_format: BlockFormat, amax: float | None = None) -> None:
+    """fake_quant (also in place and along another axis) of a format other than MX, and what the straight
+    line takes of it, on the CPU."""
+    expected = numerics.fake_quant(x, block_format, amax=amax)
+    assert_same_bits(ops.fake_quant(x, block_format, amax=amax), expected)
+    own = x.clone()
+    assert ops.fake_quant(own, block_format, amax=amax, out=own) is own
+    assert_same_bits(own, expected)
+    for offset in (0.0, 0.3, 1.0, 1.4, 2.0):
+        row = numerics.line_parameters(torch.tensor(offset), [block_format.name, "bf16"])
+        assert_same_bits(
+            ops.continuous_fake_quant(x, row, amax=amax),
+            numerics.continuous_fake_quant(x, row, amax=amax),
+        )
+        grad = torch.ones_like(x)
+        for a, b in zip(
+            ops.continuous_fake_quant_backward(grad, x, row, amax=amax),
+            numerics.continuous_fake_quant_backward(grad, x, row, amax=amax),
+            strict=True,
+        ):
+            assert_same_bits(a, b)
+
+
 def check_continuous(
     x: Tensor,
     family: Family,

@@ -5,15 +5,16 @@ import logging
 import pytest
 import torch
 
+from dmx import numerics
 from dmx.errors import FormatError, RunError
-from dmx.formats import FAMILIES, MX_FORMATS, WEIGHT_RULES
+from dmx.formats import FAMILIES, FP8, MX_FORMATS, NVFP4, WEIGHT_RULES
 from dmx.kernels import cpu, ops
 from dmx.numerics import continuous_parameters
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.numerics.packing import pack_codes, unpack_codes
 from tests.cases import FOUR, LINES, OFFSETS, hard_inputs
 from tests.golden import assert_same_bits
-from tests.kernels.compare import check_continuous, check_mx
+from tests.kernels.compare import check_continuous, check_mx, check_scaled
 
 DEVICES = [
     pytest.param(
@@ -45,6 +46,33 @@ def test_mx_equals_reference(block_format, dtype, device):
     for x in hard_inputs(dtype).values():
         for scale_rule in WEIGHT_RULES:
             check_mx(x, block_format, scale_rule, device)
+
+
+@pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("block_format", [NVFP4, FP8], ids=str)
+def test_nvfp4_and_fp8_equal_reference(block_format, dtype):
+    assert ops.backend_of(torch.zeros(1), block_format, block_format.rules[0]) == "cpp"
+    for x in hard_inputs(dtype).values():
+        check_scaled(x, block_format)
+        if block_format is NVFP4:
+            check_scaled(x, block_format, amax=0.7)
+    x = hard_inputs(dtype)["four_axes"]
+    for axis in (0, 2):
+        expected = numerics.fake_quant(x, block_format, axis=axis)
+        assert_same_bits(ops.fake_quant(x, block_format, axis=axis), expected)
+
+
+@pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
+def test_what_has_no_kernel_runs_by_the_reference_or_not_at_all(monkeypatch):
+    x = torch.randn(2, 32)
+    expected = numerics.fake_quant(x, NVFP4, scale_rule="4over6")
+    assert ops.backend_of(x, NVFP4, "4over6") == "reference"
+    assert_same_bits(ops.fake_quant(x, NVFP4, scale_rule="4over6"), expected)
+    ops.set_backend("cpp")
+    ops.fake_quant(x, NVFP4)
+    with pytest.raises(RunError, match="backend='cpp' has no kernels for nvfp4 and fp8 on 'cpu'"):
+        ops.fake_quant(x, NVFP4, scale_rule="4over6")
 
 
 @pytest.mark.parametrize("device", DEVICES)
