@@ -252,7 +252,8 @@ class SearchSettings:
         """What an operand may be in: candidates, fixed formats, or the one of all inputs."""
         if operand == "input" and self.input_format is not None:
             return (get_format(self.input_format),)
-        return (*self.format_family.formats, *map(get_format, self.fixed.values()))
+        fixed = (get_format(name, setting="search.fixed") for name in self.fixed.values())
+        return (*self.format_family.formats, *fixed)
 
     def _check_inputs(self) -> None:
         if self.input_format is None:

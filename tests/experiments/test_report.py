@@ -18,7 +18,7 @@ from rich.console import Console
 
 from dmx.assignment.targets import TARGETS, obstacles, split_groups
 from dmx.errors import RunError
-from dmx.formats import MX_FORMATS
+from dmx.formats import BLOCK_FORMATS
 from experiments.reporting.accuracies import best_other, item_difference
 from experiments.reporting.differences import (
     SIGNIFICANT,
@@ -533,7 +533,7 @@ def test_targets_follow_formats_and_fused_groups():
             if not obstacles(formats, t, x)
         }
 
-    assert TARGETS["assignment.json"].formats == {f.name for f in MX_FORMATS}
+    assert TARGETS["assignment.json"].formats == set(BLOCK_FORMATS)
     everything = {f"{n}/{x.name}" for n, t in TARGETS.items() for x in t.loaders}
     assert (
         loading({q: "mxfp4", k: "mxfp4"})
