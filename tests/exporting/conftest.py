@@ -16,7 +16,12 @@ from dmx.exporting.layouts import MODULES
 from dmx.exporting.quark import DTYPES
 from dmx.formats import MX_FORMATS, MXFP4, MXFP8_E4M3
 
-HELD = {"compressed_tensors": tuple(FORMAT_NAMES), "quark": tuple(DTYPES), "torchao": MX_FORMATS}
+HELD = {
+    "compressed_tensors": tuple(f for f in FORMAT_NAMES if f.is_mx),
+    "quark": tuple(DTYPES),
+    "torchao": MX_FORMATS,
+}
+"""MX formats of each target."""
 VLLM = (MXFP4, MXFP8_E4M3)
 
 
