@@ -44,7 +44,7 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
         ),
         (
             {"input_format": "mxfp6", "target": "transformers"},
-            r"input_format=mxfp6_e2m3: transformers .* takes inputs in bf16, mxfp4, mxfp8_e4m3",
+            r"input_format=mxfp6_e2m3: transformers .* takes inputs in bf16, fp8, mxfp4, mxfp8_e4m3",
         ),
     ],
 )
