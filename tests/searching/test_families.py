@@ -89,9 +89,7 @@ def test_what_cannot_be_a_family_is_refused(family, words):
 
 
 def test_a_target_names_the_formats_that_lists_may_have():
-    words = (
-        r"cannot load mxfp6_e3m2 of search\.family=mxfp4 mxfp6_e3m2.* lists of fp8, mxfp4, mxfp8_e4m3"
-    )
+    words = r"cannot load mxfp6_e3m2 of search\.family=mxfp4 mxfp6_e3m2.* lists of fp8, mxfp4, mxfp8_e4m3"
     with pytest.raises(FormatError, match=words):
         SearchConfig(family=LISTS[0], target="vllm")
     assert SearchConfig(family=LISTS[0], target="vllm_quark").family == LISTS[0]
