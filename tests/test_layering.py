@@ -1,6 +1,7 @@
 """Imports point one way: parsed from the source, imports inside functions included."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -60,7 +61,12 @@ def imports(name, path, known):
 
 
 KNOWN = modules("dmx") | modules("mor") | modules("experiments")
-GRAPH = {name: set(imports(name, path, KNOWN)) for name, path in KNOWN.items()}
+
+
+@functools.cache
+def graph():
+    """Module -> what it imports. Not made at import: each worker would, whether it runs these tests or not."""
+    return {name: set(imports(name, path, KNOWN)) for name, path in KNOWN.items()}
 
 
 def part(module):
@@ -75,13 +81,13 @@ def test_the_parser_sees_imports_inside_functions_and_relative_ones(tmp_path):
 
 
 def test_every_part_of_dmx_has_its_place():
-    parts = {part(name) for name in GRAPH if name.startswith("dmx.")}
+    parts = {part(name) for name in graph() if name.startswith("dmx.")}
     assert parts <= set(RANKS), f"give {parts - set(RANKS)} a place in RANKS"
 
 
 @pytest.mark.parametrize("name", [n for n in KNOWN if n.startswith("dmx.")])
 def test_dmx_imports_from_its_left_only(name):
-    for target in GRAPH[name]:
+    for target in graph()[name]:
         assert target != "dmx" or name == "dmx.__main__", (
             f"{name} imports the package that imports it"
         )
@@ -92,18 +98,18 @@ def test_dmx_imports_from_its_left_only(name):
 @pytest.mark.parametrize("name", [n for n in KNOWN if part(n) in ALONE])
 def test_models_and_data_import_nothing_from_the_path(name):
     path = {p for p, rank in RANKS.items() if rank >= 2} - ALONE
-    assert not {t for t in GRAPH[name] if part(t) in path}
+    assert not {t for t in graph()[name] if part(t) in path}
 
 
 def test_dmx_knows_neither_mor_nor_the_entry_points_nor_hydra():
     foreign = {"mor", "experiments", "hydra", "omegaconf", "tests"}
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         if name.startswith("dmx"):
             assert not {t for t in targets if t.split(".")[0] in foreign}, name
 
 
 def test_mor_takes_dmx_through_its_base_alone():
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         if name.split(".")[0] == "mor":
             roots = {t.split(".")[0] for t in targets}
             assert not roots & {"experiments", "hydra", "omegaconf"}, name
@@ -128,7 +134,7 @@ def test_the_floors_are_told_apart():
 
 @pytest.mark.parametrize("name", [n for n in KNOWN if n.startswith("experiments.")])
 def test_experiments_import_from_their_floor_and_below_by_relative_names(name):
-    for target in GRAPH[name]:
+    for target in graph()[name]:
         assert floor(target) is None or floor(target) <= floor(name), f"{name} imports {target}"
     text = KNOWN[name].read_text()
     # The same files are installed as dmx.experiments.
@@ -139,11 +145,11 @@ def test_entry_points_do_not_know_each_other():
     entries = {n for n in KNOWN if floor(n) == 4 and n != "experiments"}
     assert {"experiments.search", "experiments.train_mor"} <= entries
     for name in entries:
-        assert not GRAPH[name] & entries, name
+        assert not graph()[name] & entries, name
 
 
 def test_reports_and_training_rows_know_no_hydra_and_records_no_torch():
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         roots = {t.split(".")[0] for t in targets}
         if floor(name) != 2:
             continue
@@ -154,7 +160,7 @@ def test_reports_and_training_rows_know_no_hydra_and_records_no_torch():
 
 
 def test_only_the_entry_points_know_hydra_and_nobody_knows_them():
-    for name, targets in GRAPH.items():
+    for name, targets in graph().items():
         if not name.startswith("experiments"):
             assert not {t for t in targets if t.split(".")[0] in ("hydra", "experiments")}, name
 
@@ -177,7 +183,7 @@ def test_nothing_that_draws_is_imported_before_something_is_drawn():
 
 
 def test_no_imports_go_in_a_circle():
-    graph = {n: {t for t in ts if t in KNOWN and t != n} for n, ts in GRAPH.items()}
+    ours = {n: {t for t in ts if t in KNOWN and t != n} for n, ts in graph().items()}
     done, path = set(), []
 
     def visit(name):
@@ -185,11 +191,11 @@ def test_no_imports_go_in_a_circle():
             pytest.fail(" -> ".join([*path[path.index(name) :], name]))
         if name not in done:
             path.append(name)
-            for target in sorted(graph[name]):
+            for target in sorted(ours[name]):
                 visit(target)
             done.add(path.pop())
 
-    for name in graph:
+    for name in ours:
         visit(name)
 
 
