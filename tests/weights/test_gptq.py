@@ -614,8 +614,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
 # ---------------------------------------------------------------- export
 
 
-@pytest.mark.parametrize("rule", ["floor", "ceil"])
-@pytest.mark.parametrize("architecture", ["llama", "smollm2"])
+@pytest.mark.parametrize(("architecture", "rule"), [("llama", "floor"), ("smollm2", "ceil")])
 def test_exported_codes_are_the_rounded_ones(architecture, rule, make_tiny, tmp_path):
     model = make_tiny(architecture, dtype="bfloat16").model
     rounded = gptq(model, mixed(model, rule), BATCHES)
