@@ -468,7 +468,7 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ),
         (
             {"choices": "separate", "target": "transformers"},
-            r"transformers .* cannot run inputs in mxfp6_e2m3 .*It can: mxfp4, mxfp8_e4m3",
+            r"transformers .* cannot run inputs in mxfp6_e2m3 .*It can: fp8, mxfp4, mxfp8_e4m3",
         ),
     ],
 )
