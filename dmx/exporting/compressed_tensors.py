@@ -82,7 +82,9 @@ def _encode_stored(stored: StoredWeight) -> dict[str, Tensor]:
 
 def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat) -> StoredWeight:
     codes, scales = tensors[_codes_name(block_format)], tensors["weight_scale"]
-    if scales.dtype != torch.float32:
+    if _scale_dtype(block_format) == torch.float32:
+        scales = scales.float()  # other tools write those of rows in bf16
+    else:
         scales = scales.view(torch.uint8)
     nothing = torch.zeros(0)
     return StoredWeight(

@@ -12,6 +12,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError
 from dmx.exporting import make_plan, read_assignment
 from dmx.exporting._fresh_load import rows_of
+from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.recipes import RECIPES
 from dmx.exporting.verify import default_tokens
 from dmx.exporting.writing import read_headers
@@ -97,6 +98,16 @@ def test_groups_and_tensors_are_those_of_the_formats(model, tmp_path):
         )
     read = read_assignment({"quantization_config": config}, model)
     assert dict(read.formats) == {k: f for k, f in assignment.formats.items() if f != "bf16"}
+
+
+def test_fp8_scales_that_other_tools_write_in_bf16_are_read(generator):
+    weight = torch.randn(8, 64, generator=generator)
+    layout = LAYOUTS["compressed_tensors"]
+    tensors = layout.encode(weight, FP8, "amax/448")
+    other = {**tensors, "weight_scale": tensors["weight_scale"].bfloat16()}
+    expected = layout.decode(tensors, FP8, torch.float32)
+    assert torch.equal(expected, dmx.fake_quant(weight, "fp8"))
+    assert torch.equal(layout.decode(other, FP8, torch.float32), expected)
 
 
 @needs("compressed-tensors")
