@@ -17,6 +17,8 @@ These four reach every exponent that another rule may choose, and one below. Sum
 order is part of the definition: neighbours first, (x0 + x1), (x2 + x3), ..., then neighbouring sums.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -91,17 +93,34 @@ def block_to_scale_exponent(
     amax = blocks.abs().amax(-1)
     if scale_rule != "mse":
         return amax_to_scale_exponent(amax, element, scale_rule)
-    floor = amax_to_scale_exponent(amax, element)
-    # In units of the floor scale squares neither overflow nor vanish where they matter.
-    x = blocks * exact_power_of_two(-floor)[..., None]
-    best, least = floor, torch.full_like(amax, torch.inf)
-    for offset in MSE_OFFSETS:
-        exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
-        step = exact_power_of_two(exponent - floor)[..., None]
-        error = sum_by_pairs((x - round_to_element(x / step, element) * step).square())
+    best, least = torch.zeros_like(amax, dtype=torch.int32), torch.full_like(amax, torch.inf)
+    for exponent, _, error in mse_candidates(blocks, element):
         is_better = error < least
         best, least = torch.where(is_better, exponent, best), torch.where(is_better, error, least)
     return torch.where(amax > 0, best, -E8M0.bias).to(torch.int32)
+
+
+def mse_candidates(
+    blocks: Tensor, element: ElementFormat
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What the rule `mse` chooses from, in the order of MSE_OFFSETS.
+
+    Args:
+        blocks: (..., n) float32, n a power of two, finite.
+
+    Yields:
+        exponent int32 (...); quantized values (..., n) float32; their squared error (...) float32, in units
+        of the square of the floor rule's scale.
+    """
+    floor = amax_to_scale_exponent(blocks.abs().amax(-1), element)
+    # In units of the floor scale squares neither overflow nor vanish where they matter.
+    unit = exact_power_of_two(floor)[..., None]
+    x = blocks * exact_power_of_two(-floor)[..., None]
+    for offset in MSE_OFFSETS:
+        exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
+        step = exact_power_of_two(exponent - floor)[..., None]
+        rounded = round_to_element(x / step, element) * step
+        yield exponent, rounded * unit, sum_by_pairs((x - rounded).square())
 
 
 def sum_by_pairs(x: Tensor) -> Tensor:

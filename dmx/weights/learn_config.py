@@ -23,8 +23,13 @@ class LearnConfig:
     block_steps: int = 0
     """Steps in which each decoder block learns by itself before that, on at most so many batches; see
     `learned_blocks`. Only one block has masters and moments at a time."""
+    train: str = "weights"
+    """weights | scales: weights stay, and each block of them chooses among the scales of the rule `mse`; for MX
+    formats (`dmx.weights.learned_scales`)."""
     lr: float = 2e-4
     """Highest rate of AdamW."""
+    scale_lr: float = 0.1
+    """train=scales: the same, of preferences for scales."""
     warmup: int = 20
     """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""
     max_norm: float = 1.0
@@ -53,6 +58,7 @@ class LearnConfig:
     """Steps between checkpoints, where a folder is given; a Ctrl-C leaves one, too."""
 
     def __post_init__(self) -> None:
+        check_choice(self.train, ("weights", "scales"), "learn.train")
         check_choice(self.masters, tuple(DTYPES), "learn.masters")
         check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
         for name in ("keep_reference", "cuda_graph"):
@@ -60,7 +66,7 @@ class LearnConfig:
         for name in ("inputs", "gradient_checkpointing"):
             if type(getattr(self, name)) is not bool:
                 raise RunError(f"learn.{name}={getattr(self, name)!r} must be true or false")
-        for name in ("lr", "max_norm"):
+        for name in ("lr", "scale_lr", "max_norm"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not (is_number and math.isfinite(value) and value > 0):
@@ -80,6 +86,28 @@ class LearnConfig:
             if type(value) is not int or value < low:
                 raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
         self._check_end_to_end()
+        self._check_train()
+
+    def _check_train(self) -> None:
+        """Refuse settings of what does not learn."""
+        idle = ("scale_lr",) if self.train == "weights" else ("lr", "masters", "block_steps")
+        for name in idle:
+            if getattr(self, name) != getattr(LearnConfig, name):
+                other = "scales" if self.train == "weights" else "weights"
+                raise RunError(
+                    f"learn.{name}={getattr(self, name)} is for learn.train={other}, and learn.train="
+                    f"{self.train}. Leave learn.{name} out, or set learn.train={other}."
+                )
+
+    @property
+    def rate_setting(self) -> str:
+        """Name of the setting of the highest rate."""
+        return "learn.lr" if self.train == "weights" else "learn.scale_lr"
+
+    @property
+    def peak_rate(self) -> float:
+        """Highest rate of AdamW, of what learns."""
+        return self.lr if self.train == "weights" else self.scale_lr
 
     def _check_end_to_end(self) -> None:
         """Refuse settings of a stage that has no steps."""
@@ -98,7 +126,7 @@ class LearnConfig:
 
     def rate(self, step: int) -> float:
         """Learning rate of a step, 0 to steps - 1."""
-        return warm_cosine(step, self.steps, self.lr, self.warmup)
+        return warm_cosine(step, self.steps, self.peak_rate, self.warmup)
 
     def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Batches to learn from, and those to measure on.

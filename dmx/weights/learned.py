@@ -54,6 +54,7 @@ from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
 from dmx.weights.learned_optimizer import STATES, AdamW
+from dmx.weights.learned_scales import LearnedScales, with_block_scales
 
 STATE_FILE = "learning_state.safetensors"
 LOOK_EVERY = 10
@@ -101,7 +102,7 @@ class _Learning:
 
     model: nn.Module
     bank: Bank
-    masters: Masters
+    masters: Masters | LearnedScales
     batches: Sequence[Tensor]
     held: Sequence[Tensor]
     config: LearnConfig
@@ -192,7 +193,10 @@ class _Learning:
         if self.processes.size > 1:
             loss = self.processes.mean(loss)
         norm = self.optimizer.step_clipped(
-            self.masters.gradient, self.config.rate(self.step), self.config.max_norm, self.processes
+            self.masters.descent(),
+            self.config.rate(self.step),
+            self.config.max_norm,
+            self.processes,
         )
         self.history[self.step] = torch.stack([loss, norm])
         self.step += 1
@@ -229,8 +233,8 @@ class _Learning:
         if bad:
             what = "gradient" if math.isfinite(rows[bad[0], 0]) else "loss"
             raise RunError(
-                f"learning the weights: the {what} of step {bad[0]} is not finite (learn.lr="
-                f"{self.config.lr:g}). Lower learn.lr or raise learn.warmup; where it is step 0, look "
+                f"learning the {self.config.train}: the {what} of step {bad[0]} is not finite "
+                f"({self.config.rate_setting}={self.config.peak_rate:g}). Lower {self.config.rate_setting} or raise learn.warmup; where it is step 0, look "
                 "for Inf or NaN in the model, and use bfloat16 or float32 instead of float16. Nothing "
                 "was written of this."
             )
@@ -319,6 +323,8 @@ def learn_weights(
     if not isinstance(config, LearnConfig):
         raise TypeError(f"config must be a dmx.LearnConfig, got {config!r}: dmx.LearnConfig()")
     _check(model, assignment)
+    if config.train == "scales":
+        assignment = with_block_scales(assignment)
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
     facts = _facts(config, learned, held) | {"batches_sha256": batches_sha256(listed)}
@@ -363,7 +369,11 @@ def learn_weights(
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
         if config.steps:
-            masters = Masters(weights, assignment, DTYPES[config.masters])
+            masters: Masters | LearnedScales
+            if config.train == "scales":
+                masters = LearnedScales(weights, assignment)
+            else:
+                masters = Masters(weights, assignment, DTYPES[config.masters])
             for name, master in (blocks.kept if blocks is not None else {}).items():
                 masters.master(name).copy_(master)
             weights = {}  # what a transform made goes with the last name for it
@@ -375,7 +385,7 @@ def learn_weights(
             run.kl_before = facts.get("kl_before")
             run.run()
             facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
-            weights = {name: masters.master(name) for name in masters.places}
+            weights = {name: masters.result(name) for name in masters.places}
             facts["cuda_graph"] = "on" if run.uses_graph else "off"
         elif blocks is not None:
             weights |= blocks.kept
@@ -389,9 +399,9 @@ def _facts(
 ) -> dict[str, Any]:
     """What the assignment says of its weights before they learn: all that their numbers depend on."""
     facts: dict[str, Any] = {
-        "name": "learned",
+        "name": "learned" if config.train == "weights" else "learned_scales",
         "steps": config.steps,
-        "lr": config.lr,
+        "lr": config.peak_rate,
         "warmup": config.warmup,
         "max_norm": config.max_norm,
         "seed": config.seed,

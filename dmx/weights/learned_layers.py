@@ -85,7 +85,7 @@ class FlatWeights:
 
 
 class Masters(FlatWeights):
-    """Weights that products see quantized by the formats of an assignment.
+    """Weights that products see quantized by the formats of an assignment, and that learn.
 
     Args:
         weights, dtype: as of `FlatWeights`.
@@ -137,6 +137,14 @@ class Masters(FlatWeights):
                 segment.block_format,
                 scale_rule=segment.scale_rule,
             )
+
+    def descent(self) -> Tensor:
+        """Gradient by the masters, straight through."""
+        return self.gradient
+
+    def result(self, name: str) -> Tensor:
+        """(out, in) weight of a layer that is to be stored, once quantized."""
+        return self.master(name)
 
 
 class _Product(torch.autograd.Function):
@@ -247,7 +255,7 @@ def starting_weights(
 @contextmanager
 def learning_model(
     model: nn.Module,
-    masters: Masters,
+    masters: FlatWeights,
     assignment: Assignment,
     rotations: Mapping[str, BlockRotation | None],
     *,

@@ -87,7 +87,7 @@ _DMX = {"differentiable": "dMX", "joint": "dMX joint"}
 
 
 def _weights_text(name: str) -> str:
-    return "learned weights" if name == "learned" else name
+    return {"learned": "learned weights", "learned_scales": "learned scales"}.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Method(Stored):
     )
     """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
-    """What became of the weights after the choice: nearest | mse | gptq | learned"""
+    """What became of the weights after the choice: nearest | mse | gptq | learned | learned_scales"""
     net: bool = dimension(False, label=lambda _: "net")
     """mor's safety net was around the quantizers."""
     quantized: str | None = dimension(None, title=lambda sides: sides or "")
