@@ -369,13 +369,9 @@ def learn_weights(
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
         if config.steps:
-            masters: Masters | LearnedScales
-            if config.train == "scales":
-                masters = LearnedScales(weights, assignment)
-            else:
-                masters = Masters(weights, assignment, DTYPES[config.masters])
-            for name, master in (blocks.kept if blocks is not None else {}).items():
-                masters.master(name).copy_(master)
+            masters = _what_learns(
+                config, weights, assignment, {} if blocks is None else blocks.kept
+            )
             weights = {}  # what a transform made goes with the last name for it
             bank = stage.enter_context(
                 learning_model(model, masters, assignment, rotations, inputs=config.inputs)
@@ -392,6 +388,21 @@ def learn_weights(
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
         stored = _store(weights, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
+
+
+def _what_learns(
+    config: LearnConfig,
+    weights: Mapping[str, Tensor],
+    assignment: Assignment,
+    kept: Mapping[str, Tensor],
+) -> Masters | LearnedScales:
+    """From the weights as they are, or where learning block by block left them (`kept`)."""
+    if config.train == "scales":
+        return LearnedScales(weights, assignment)
+    masters = Masters(weights, assignment, DTYPES[config.masters])
+    for name, master in kept.items():
+        masters.master(name).copy_(master)
+    return masters
 
 
 def _facts(
