@@ -1,4 +1,4 @@
-"""A learned MXFP format for every layer of a language model, under a bit budget.
+"""A learned number format for every layer of a language model, under a bit budget.
 
 The public names are imported when they are first used: `import dmx` alone, and with it `dmx --help`,
 loads neither torch nor transformers.
