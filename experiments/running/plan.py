@@ -243,9 +243,8 @@ class SearchPlan:
 def uniform_settings(settings: SearchSettings) -> SearchConfig:
     """Of uniform rows. Where each search learns rotations anew, they have what these start from, and where
     inputs are selected for a search's formats, all are rotated."""
-    if settings.transform == "hadamard_selected":
-        return settings.for_search("uniform", transform="hadamard_block")
-    if settings.transform == "learned" and settings.rotation.file is None:
+    learns = settings.transform == "learned" and settings.rotation.file is None
+    if learns or settings.transform == "hadamard_selected":
         start = {"transform": "hadamard_block", "rotation": RotationConfig()}
         return settings.for_search("uniform", **start)
     return settings.for_search("uniform")

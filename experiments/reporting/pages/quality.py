@@ -14,7 +14,6 @@ from ..markdown import markdown
 from ..plots.budgets import BudgetPoint, difference_figure
 from ..pooling import (
     DESCENT,
-    FINEST,
     USUAL,
     Presets,
     Table,
@@ -260,14 +259,10 @@ def picture(tables: Tables) -> tuple[Figure | None, str]:
     """dMX and the best heuristic by budget, a curve for each transform and stage of the weights, of the
     main model and text."""
     model, text = main_place(tables)
-    of = [
-        (t, groups)
-        for t, groups in ordered(tables)
-        if (t.model, t.text) == (model, text) and t.is_usual(*FINEST)
-    ]
-    unit = bits_unit([g for _, groups in of for g in groups])
+    of = main_tables(tables)
+    unit = bits_unit([g for groups in of.values() for g in groups])
     curves = []
-    for table, groups in of:
+    for table, groups in of.items():
         points = []
         for budget in (b for b in budgets_of({table: groups}) if b.unit == unit):
             dmx = [g for g in groups if g.budget == budget and g.method.is_dmx]
