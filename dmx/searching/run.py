@@ -220,7 +220,8 @@ class _Job:
         measured = []
         for transform in (Transform(), Transform("hadamard_block")):
             with transformed(self.model, transform, transformed_layers(space)):
-                measured.append(self.scan(transform, config, space).kl([0])[:, 0])
+                seen = seeing_inputs(self.model, space, self.batches)
+                measured.append(self.scan(transform, config, seen).kl([0])[:, 0])
         return selected_transform(self.space, space, *measured)
 
     def scan(self, transform: Transform, config: SearchConfig, space: SearchSpace) -> Scan:

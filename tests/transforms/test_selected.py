@@ -136,3 +136,9 @@ def test_where_nothing_can_be_measured_it_says_so(model):
         mxfp4(model, transform="hadamard_selected")
     with pytest.raises(SearchConfigError, match="rotates inputs at run time"):
         SearchConfig(transform="hadamard_selected", target="vllm")
+
+
+def test_inputs_are_selected_for_nvfp4_too(model):
+    config = SearchConfig(name="kl_per_bit", family=["nvfp4", "fp8"], transform="hadamard_selected")
+    found = dmx.search(model, batches(), dmx.Budget(6.0), config).assignment
+    assert found.transform["name"] == "hadamard_selected" and found.input_amax
