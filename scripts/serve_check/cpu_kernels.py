@@ -1,0 +1,138 @@
+"""Inner products that vLLM's CPU build lacks, in plain torch: `register()` before a model is loaded.
+
+    MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below
+    MXFP8; NVFP4 with inputs quantized                    vLLM's emulation classes, which it offers on cards alone
+    FP8 with inputs quantized                             vLLM's own
+
+Loader, names, fused layers, choice of the scheme and the forward pass stay vLLM's. A weight is decoded once, at
+loading, to the dtype of the model. On a card none of this is used.
+
+Internal interfaces of vLLM 0.32: `register_linear_kernel`; for FP8 weights alone its table of kernels, for NVFP4
+weights alone the class that `init_nvfp4_linear_kernel` forces, whose name is replaced. And Quark's schemes may run in
+float32, as compressed-tensors' may: there sums in another order do not turn the rounding of inputs.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from decoding import E2M1, E2M3, E3M2, decoded, e8m0, rounded_inputs
+from torch import Tensor
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.mxfp6.base import MxFp6LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+from vllm.model_executor.layers.quantization.utils import quant_utils
+from vllm.platforms.interface import PlatformEnum
+
+
+class _Decoded:
+    """A kernel that keeps the weight decoded, in the dtype of the model."""
+
+    config: Any
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        key = getattr(config, "activation_quant_key", None)
+        return key is None or key in INPUTS, f"inputs in {key}"
+
+    def weight_of(self, layer: Any) -> Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        weight = self.weight_of(layer).to(torch.get_default_dtype())
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def input_of(self, x: Tensor) -> Tensor:
+        return x
+
+    def apply_weights(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(self.input_of(x), layer.weight.to(x.dtype), bias)
+
+
+INPUTS = {
+    quant_utils.kMxfp4Dynamic: E2M1,
+    quant_utils.kMxfp6E2M3Dynamic: E2M3,
+    quant_utils.kMxfp6E3M2Dynamic: E3M2,
+}
+"""What a scheme may ask of inputs."""
+
+
+class _Mx(_Decoded):
+    """Inputs are rounded where the scheme asks for it; schemes of compressed-tensors ask whatever the file
+    says, so `rounds_inputs` decides there."""
+
+    rounds_inputs = False
+
+    def input_of(self, x: Tensor) -> Tensor:
+        key = self.config.activation_quant_key
+        if key is None or not self.rounds_inputs:
+            return x
+        return rounded_inputs(x, INPUTS[key])
+
+
+class Mxfp4(_Mx, MxFp4LinearKernel):
+    """MXFP4 weights."""
+
+    def weight_of(self, layer: Any) -> Tensor:
+        return decoded(layer.weight.data, e8m0(layer.weight_scale.data), E2M1)
+
+
+class Mxfp6(_Mx, MxFp6LinearKernel):
+    """MXFP6 weights of either element."""
+
+    def weight_of(self, layer: Any) -> Tensor:
+        element = E2M3 if self.config.weight_quant_key == quant_utils.kMxfp6E2M3Static else E3M2
+        return decoded(layer.weight.data, e8m0(layer.weight_scale.data), element)
+
+
+class Nvfp4WeightsAlone(_Decoded, NvFp4LinearKernel):
+    """NVFP4 weights, inputs left alone."""
+
+    def weight_of(self, layer: Any) -> Tensor:
+        scales = layer.weight_scale.data.float() * layer.weight_global_scale.data.float()
+        return decoded(layer.weight.data, scales, E2M1)
+
+
+class Fp8WeightsAlone(_Decoded, FP8ScaledMMLinearKernel):
+    """FP8 weights with a scale a row, inputs left alone."""
+
+    def __init__(self, config: Any, layer_param_names: Any) -> None:
+        self.config = config  # the base class makes a quantizer of inputs
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def weight_of(self, layer: Any) -> Tensor:
+        return layer.weight.data.t().float() * layer.weight_scale.data.float().view(-1, 1)
+
+    def apply_scaled_mm(self, **operands: Any) -> Tensor:
+        raise AssertionError("apply_weights is replaced")
+
+
+def register(*, rounds_inputs: bool) -> None:
+    """Offer these kernels to vLLM on the CPU.
+
+    Args:
+        rounds_inputs: MXFP4 and MXFP6 layers quantize their inputs where the scheme asks for it, as on a card with
+            block-scaled products; else they leave them alone, as Marlin does.
+    """
+    _Mx.rounds_inputs = rounds_inputs
+    for kernel, kind in (
+        (Mxfp4, "mxfp4"),
+        (Mxfp6, "mxfp6"),
+        (kernels.EmulationMxfp8LinearKernel, "mxfp8"),
+        (kernels.EmulationNvFp4LinearKernel, "nvfp4"),
+    ):
+        kernels.register_linear_kernel(kernel, PlatformEnum.CPU, kind)
+    kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(Fp8WeightsAlone)
+    kernels.MarlinNvFp4LinearKernel = Nvfp4WeightsAlone
+    dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    QuarkConfig.get_supported_act_dtypes = lambda self: dtypes

@@ -1,0 +1,257 @@
+"""Exported folders in an engine: what is compared, and, where .venv-engine is, every folder that we export for vLLM."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from filelock import FileLock
+
+import dmx
+from dmx.exporting.packing import encode_weight
+from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
+from scripts.serve_check import __main__ as serve_check
+from scripts.serve_check import compare, decoding
+from tests.exporting.conftest import mixed
+
+ELEMENTS = {MXFP4: decoding.E2M1, MXFP6_E2M3: decoding.E2M3, MXFP6_E3M2: decoding.E3M2}
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+# ---------------------------------------------------------------- without an engine
+
+
+@pytest.mark.parametrize("block_format", ELEMENTS, ids=str)
+def test_packed_bytes_are_read_a_second_time_with_equal_values(block_format, generator):
+    weight = torch.randn(64, 96, generator=generator) * torch.logspace(-3, 3, 64)[:, None]
+    packed, scales = encode_weight(weight, block_format, "even")
+    values = decoding.decoded(packed, decoding.e8m0(scales), ELEMENTS[block_format])
+    assert torch.equal(values, dmx.fake_quant(weight, block_format, scale_rule="even"))
+    assert not torch.equal(values, dmx.fake_quant(weight, block_format, scale_rule="floor"))
+
+
+@pytest.mark.parametrize("block_format", ELEMENTS, ids=str)
+def test_inputs_are_rounded_by_the_rule_even(block_format, generator):
+    x = torch.randn(64, 64, generator=generator) * torch.logspace(-6, 6, 64)[:, None]
+    x[0] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(dtype)
+        expected = dmx.fake_quant(given, block_format, scale_rule="even")
+        assert torch.equal(decoding.rounded_inputs(given, ELEMENTS[block_format]), expected)
+
+
+def operands(model, layers, change):
+    """x and y of fused layers, as an engine would have them that does `change(name)` to inputs."""
+    modules = dict(model.named_modules())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name in layers:
+        parts = compare.parts_of(name, FUSED)
+        x = torch.randn(16, modules[parts[0]].in_features, generator=generator)
+        tensors[f"{name}.x"] = x
+        rounded = change(name)(x)
+        tensors[f"{name}.y"] = torch.cat(
+            [F.linear(rounded, modules[p].weight_quantizer(modules[p].weight)) for p in parts], -1
+        )
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """MXFP4, MXFP8 and FP8 in turn, with inputs."""
+    from dmx.models import ModelConfig, TinyConfig, load_model
+
+    model = load_model(ModelConfig(id="tiny_llama", dtype="bfloat16", tiny=TinyConfig())).model
+    place = tmp_path_factory.mktemp("exported") / "model"
+    assignment = mixed(model, (MXFP4, MXFP8_E4M3, FP8), "fused")
+    dmx.export(model, assignment, place, target="compressed_tensors", inputs=True, verify=False)
+    return place
+
+
+LAYERS = [
+    f"model.layers.0.{name}"
+    for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj")
+]
+
+
+def test_what_an_engine_did_with_inputs_is_found(folder):
+    loaded = compare.load_folder(folder, torch.float32, "cpu")
+    done = {
+        LAYERS[0]: lambda x: dmx.fake_quant(x, "mxfp4", scale_rule="even"),
+        LAYERS[1]: lambda x: x,
+        LAYERS[2]: compare.fp8_by_float32_scales,
+    }
+    rows = compare.compare_layers(loaded, operands(loaded.model, LAYERS, done.get), FUSED)
+    assert [(r["formats"], r["inputs"], r["equal"]) for r in map(rows.get, LAYERS)] == [
+        ("mxfp4", "mxfp4 even", True),
+        ("mxfp8_e4m3", "left alone", True),
+        ("fp8", compare.FP8_WIDE, True),
+    ]
+    assert rows[LAYERS[0]]["asked_inputs"] == "mxfp4 floor"
+    assert rows[LAYERS[0]]["error_left_alone"] > 0.05
+    # the model now runs as the engine did
+    layer = loaded.model.get_submodule("model.layers.0.self_attn.k_proj")
+    assert layer.input_quantizer.scale_rule == "even"
+
+
+def test_a_wrong_weight_or_order_of_fused_layers_is_beyond_every_tolerance(folder):
+    loaded = compare.load_folder(folder, torch.float32, "cpu")
+    tensors = operands(loaded.model, LAYERS, lambda name: lambda x: x)
+    tensors[f"{LAYERS[0]}.y"] = tensors[f"{LAYERS[0]}.y"].roll(32, -1)
+    tensors[f"{LAYERS[1]}.y"][:, 3] *= 1.5
+    rows = compare.compare_layers(loaded, tensors, FUSED)
+    assert all(rows[name]["error"] > 0.01 for name in LAYERS[:2]) and rows[LAYERS[2]]["equal"]
+
+
+def test_groups_count_layers_and_name_the_worst():
+    base = {"formats": "mxfp4", "scheme": "S", "kernel": "K", "inputs": "left alone", "asked_inputs": "left alone",
+            "error_left_alone": 0.0}  # fmt: skip
+    rows = {
+        "a": {**base, "error": 0.0, "equal": True, "ok": True},
+        "b": {**base, "error": 0.2, "equal": False, "ok": False},
+        "c": {**base, "formats": "fp8", "error": 0.1, "equal": False, "ok": True},
+    }
+    fp8, mxfp4 = compare.groups_of(rows)
+    assert (mxfp4["layers"], mxfp4["equal"], mxfp4["within"], mxfp4["worst"]) == (2, 1, 1, "b")
+    assert (fp8["layers"], fp8["within"]) == (1, 1)
+    assert not serve_check.is_right({"groups": [fp8, mxfp4]})
+    assert serve_check.is_right({"groups": [fp8]}) and not serve_check.is_right({"failed": "why"})
+
+
+def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve_check", str(folder), "--python", "nowhere/python"])
+    assert serve_check.main() == 2
+    assert re.search("nowhere/python does not exist: `make engine-env`", capsys.readouterr().err)
+
+
+# ---------------------------------------------------------------- in the engine
+
+PYTHON = Path(os.environ.get("DMX_ENGINE_PYTHON", serve_check.ENVIRONMENT))
+needs_engine = pytest.mark.skipif(
+    not PYTHON.is_file(), reason=f"needs an inference engine in {PYTHON}: make engine-env"
+)
+CT, QUARK = "compressed_tensors", "quark"
+FOUR_EIGHT = (MXFP4, MXFP8_E4M3)
+FOUR_TO_EIGHT = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3)
+CASES = {
+    # name: architecture, weights, formats, target, inputs
+    "ct48_w": ("llama", "nearest", FOUR_EIGHT, CT, False),
+    "ct48_wa": ("llama", "nearest", FOUR_EIGHT, CT, True),
+    "ct4_w": ("llama", "nearest", (MXFP4,), CT, False),
+    "ct8_w": ("llama", "nearest", (MXFP8_E4M3,), CT, False),
+    "ct48_gptq_w": ("llama", "gptq", FOUR_EIGHT, CT, False),
+    "ct48_learned_w": ("llama", "learned", FOUR_EIGHT, CT, False),
+    "fp8_w": ("llama", "nearest", (FP8,), CT, False),
+    "fp8_wa": ("llama", "nearest", (FP8,), CT, True),
+    "quark4668_w": ("llama", "nearest", FOUR_TO_EIGHT, QUARK, False),
+    "quark46_wa": ("llama", "nearest", (MXFP4, MXFP6_E2M3), QUARK, True),
+    "ct48_w_qwen2": ("qwen2", "nearest", FOUR_EIGHT, CT, False),  # biases
+    "quark4668_w_qwen3": ("qwen3", "nearest", FOUR_TO_EIGHT, QUARK, False),  # norms of q and k
+    "ct48_w_smollm2": ("smollm2", "nearest", FOUR_EIGHT, CT, False),  # tied embeddings
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "heads": 4, "kv_heads": 2, "layers": 3}
+
+
+def spread(model):
+    """Larger weights, for log-probabilities that feel quantization."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data *= 8 if "lm_head" in name else 4
+    return model
+
+
+def with_weights(stage, model, assignment):
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(0, 256, (2, 32), generator=generator)]
+    if stage == "gptq":
+        return dmx.gptq(model, assignment, batches)
+    if stage == "learned":
+        return dmx.learn_weights(model, assignment, batches, dmx.LearnConfig(steps=2, warmup=0))
+    return assignment
+
+
+def made(make_tiny, place):
+    """The folders of all cases; bf16 is the Llama in full precision."""
+    models = {
+        a: spread(make_tiny(a, dtype="bfloat16", **SIZES).model)
+        for a in ("llama", "qwen2", "qwen3", "smollm2")
+    }
+    models["llama"].save_pretrained(place / "bf16")
+    for name, (architecture, stage, formats, target, inputs) in CASES.items():
+        model = models[architecture]
+        assignment = with_weights(stage, model, mixed(model, formats, "fused"))
+        dmx.export(model, assignment, place / name, target=target, inputs=inputs, verify=False)
+    return place
+
+
+@pytest.fixture(scope="session")
+def _engine_record(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "serve_check"
+
+
+@pytest.fixture
+def engine_rows(make_tiny, _engine_record):
+    """folder -> its row; run once for all workers."""
+    with FileLock(f"{_engine_record}.lock"):
+        record = _engine_record / "record.json"
+        if not record.is_file():
+            _engine_record.mkdir()
+            place = made(make_tiny, _engine_record)
+            asked = serve_check.parse([
+                *(str(place / name) for name in CASES), "--baseline", str(place / "bf16"),
+                "--python", str(PYTHON), "--rows", "2", "--window", "64",
+            ])  # fmt: skip
+            record.write_text(json.dumps(serve_check.check(asked)))
+    return {Path(row["folder"]).name: row for row in json.loads(record.read_text())["rows"]}
+
+
+@needs_engine
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_linear_layer_of_the_engine_is_ours(name, engine_rows):
+    row = engine_rows[name]
+    assert "failed" not in row, row["failed"]
+    assert serve_check.is_right(row), row["groups"]
+    architecture, _, formats, _, inputs = CASES[name]
+    assert {g["formats"] for g in row["groups"]} == {str(f) for f in formats}
+    assert sum(g["layers"] for g in row["groups"]) == 12
+    if not inputs:  # nothing but sums in another order
+        assert row["difference"] < 1e-4
+        assert {g["inputs"] for g in row["groups"]} == {"left alone"}
+    elif architecture == "llama":
+        assert row["difference"] < 0.5 * row["effect"]
+
+
+@needs_engine
+@pytest.mark.engine
+@pytest.mark.slow
+def test_the_engine_quantizes_inputs_by_its_own_rules(engine_rows):
+    done = {
+        (name, g["formats"]): g["inputs"]
+        for name in ("ct48_wa", "fp8_wa", "quark46_wa")
+        for g in engine_rows[name]["groups"]
+    }
+    assert done == {
+        ("ct48_wa", "mxfp4"): "mxfp4 even",
+        ("ct48_wa", "mxfp8_e4m3"): "left alone",  # whatever the file says
+        ("fp8_wa", "fp8"): compare.FP8_WIDE,
+        ("quark46_wa", "mxfp4"): "mxfp4 even",
+        ("quark46_wa", "mxfp6_e2m3"): "mxfp6_e2m3 even",
+    }
+
+
+@needs_engine
+@pytest.mark.engine
+@pytest.mark.slow
+def test_quantization_shows_in_the_engine(engine_rows):
+    """Without this, equal log-probabilities would say nothing."""
+    assert engine_rows["bf16"]["effect"] == 0 and engine_rows["bf16"]["difference"] < 1e-4
+    assert all(
+        engine_rows[name]["effect"] > 0.1 for name in ("ct48_w", "ct4_w", "quark4668_w", "fp8_wa")
+    )
