@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 from dmx.formats import (
+    BF16,
     BLOCK_SIZE,
     ELEMENT_FORMATS,
+    FP8,
     MXFP4,
     MXFP6_E2M3,
     MXFP6_E3M2,
     MXFP8_E4M3,
     MXFP8_E5M2,
+    NVFP4,
     BlockFormat,
     ElementFormat,
     Family,
@@ -37,6 +40,16 @@ LINES: tuple[tuple[Family, tuple[ScaleRule, ...]], ...] = (
     (FOUR, ("rceil", "floor", "even", "mse")),
 )
 """Families with the rules of their formats, for the straight line: each format and rule on either side."""
+MIXED_LINES: tuple[tuple[Family, tuple[ScaleRule | None, ...]], ...] = (
+    (Family("e", (NVFP4, FP8)), ("amax/6", "amax/448")),
+    (Family("f", (MXFP4, NVFP4)), ("mse", "4over6")),
+    (Family("g", (MXFP4, FP8, BF16)), ("even", "amax/448", None)),
+    (
+        Family("h", (NVFP4, MXFP6_E3M2, MXFP8_E5M2, BF16)),
+        ("mse", "rceil", "floor", None),
+    ),
+)
+"""Likewise with formats other than MX ones, which have a row of parameters of their own."""
 
 
 def neighbours(values: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from torch import nn
 from dmx.assignment.budget import Budget
 from dmx.errors import BudgetError, ModelError
 from dmx.formats import (
-    BF16,
     BLOCK_SIZE,
     OPERANDS,
     BitUnit,
@@ -173,13 +172,6 @@ class SearchSpace:
         if self.input_format is not None:
             formats = (self.input_format,)
         return any(isinstance(f, BlockFormat) and f.needs_input_amax for f in formats)
-
-    def other_formats(self) -> list[str]:
-        """Formats other than MX ones among the candidates, fixed ones, and that of all inputs."""
-        formats = {*self.formats, *self.fixed.values()} | (
-            set() if self.input_format in (None, BF16) else {self.input_format}
-        )
-        return sorted(str(f) for f in formats if not (isinstance(f, BlockFormat) and f.is_mx))
 
     def bounds(self, unit: BitUnit) -> tuple[float, float]:
         """Average of the cheapest and of the dearest choice."""

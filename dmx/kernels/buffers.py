@@ -12,8 +12,8 @@ def writable_in_place(x: Tensor, out: Tensor) -> bool:
     return out.is_contiguous() and (same or apart)
 
 
-def rows_of(x: Tensor) -> tuple[int, int, int]:
+def rows_of(x: Tensor, block_size: int = BLOCK_SIZE) -> tuple[int, int, int]:
     """Rows along the last axis, their length, and the blocks of all of them (short ones too)."""
     n = x.shape[-1]
     rows = x.numel() // n if n else 0
-    return rows, n, rows * -(-n // BLOCK_SIZE)
+    return rows, n, rows * -(-n // block_size)

@@ -115,6 +115,18 @@ def _triton_mx() -> ModuleType:
     return triton_mx
 
 
+def _triton_scaled() -> ModuleType:
+    from dmx.kernels import triton_scaled
+
+    return triton_scaled
+
+
+def _triton_mixed() -> ModuleType:
+    from dmx.kernels import triton_mixed
+
+    return triton_mixed
+
+
 def _triton_continuous(parameters: Tensor) -> ModuleType:
     """The kernels of a row of parameters: of the element path, or of the straight line."""
     from dmx.kernels import triton_continuous, triton_line
@@ -138,13 +150,13 @@ def _checked(
 
 
 def backend_of(x: Tensor, block_format: BlockFormat, scale_rule: ScaleRule) -> str:
-    """What runs for a tensor, a format and a rule: formats other than MX have kernels on the CPU, for the
+    """What runs for a tensor, a format and a rule: on the CPU formats other than MX have kernels for the
     rules that look at amax alone.
 
     Raises:
         RunError: kernels were asked for, and there are none.
     """
-    if block_format.is_mx or (x.device.type == "cpu" and cpu.has_scaled(scale_rule)):
+    if block_format.is_mx or x.device.type != "cpu" or cpu.has_scaled(scale_rule):
         return choose_backend(x.device)
     return _reference_backend(x.device.type)
 
@@ -159,15 +171,10 @@ def _without_kernels(device_type: str, requested: str) -> str:
     check_choice(requested, BACKENDS, "backend")
     if requested not in ("auto", "reference"):
         raise RunError(
-            f"backend={requested!r} has no kernels for nvfp4 and fp8 on {device_type!r} ('cpp' has those "
-            "of amax/6 and amax/448 on the CPU). Set DMX_BACKEND=auto, or DMX_BACKEND=reference, which "
-            "runs everywhere."
+            f"backend={requested!r} has no kernels for nvfp4 by 4over6 and mse on {device_type!r}, only by "
+            "amax/6. Set DMX_BACKEND=auto, or DMX_BACKEND=reference, which runs everywhere."
         )
-    logger.info(
-        "nvfp4 and fp8 on %s: reference where there are no kernels (requested=%s)",
-        device_type,
-        requested,
-    )
+    logger.info("nvfp4 by 4over6 and mse on %s: reference (requested=%s)", device_type, requested)
     return "reference"
 
 
@@ -189,6 +196,8 @@ def fake_quant(
         return cpu.scaled_fake_quant(x, block_format, axis, amax, out)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, rule, out)
+    if backend == "triton" and not block_format.is_mx:
+        return _triton_scaled().fake_quant(x, block_format, axis, rule, amax, out)
     if backend == "triton":
         return _triton_mx().fake_quant(x, block_format, axis, rule, out)
     return numerics.fake_quant(x, block_format, axis=axis, scale_rule=rule, amax=amax, out=out)
@@ -217,7 +226,8 @@ def fake_quant_to(
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
     if backend_of(x, block_format, rule) == "triton":
-        return _triton_mx().fake_quant_to(x, out, block_format, rule)
+        kernels = _triton_mx() if block_format.is_mx else _triton_scaled()
+        return kernels.fake_quant_to(x, out, block_format, rule)
     return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=rule))
 
 
@@ -309,10 +319,12 @@ def continuous_fake_quant(
     """
     _check_continuous(x, parameters)
     check_out(x, out)
+    backend = choose_backend(x.device)
+    if is_mixed(parameters) and backend == "triton":
+        return _triton_mixed().continuous_fake_quant(x, parameters, amax, out)
     if is_mixed(parameters):
         result = mixed_fake_quant(x, parameters, amax, by=_wide_values)
         return result if out is None else out.copy_(result)
-    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant(x, parameters, out)
     if backend == "triton":
@@ -337,11 +349,14 @@ def continuous_fake_quant_backward(
     """
     _check_continuous(x, parameters)
     check_out(x, grad)
+    backend = choose_backend(x.device)
+    if is_mixed(parameters) and backend == "triton":
+        kernels = _triton_mixed()
+        return kernels.continuous_fake_quant_backward(grad, x, parameters, amax, needs_grad_x)
     if is_mixed(parameters):
         derivatives = mixed_derivatives(x, parameters, amax, by=_wide_values)
         grad_x, grad_offset = gradients_of(grad, *derivatives)
         return (grad_x if needs_grad_x else None), grad_offset
-    backend = choose_backend(x.device)
     if backend == "cpp":
         return cpu.continuous_fake_quant_backward(grad, x, parameters, needs_grad_x)
     if backend == "triton":

@@ -40,7 +40,7 @@ def _neighbour(p_ptr):
 
 
 @triton.jit
-def _scale_exponent(magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS: tl.constexpr):
+def shared_exponent(magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS: tl.constexpr):
     """Shared exponent (BLOCKS,) by a rule that is known on the device; see `dmx.numerics.scaling`."""
     lifted = amax + tl.where(rule == EVEN, 1 << (22 - mantissa), 0)
     exponent = (lifted >> 23) - 127 - emax
@@ -62,7 +62,7 @@ def _quantized(magnitude, amax, p_ptr, BLOCKS: tl.constexpr):
     meaning.
     """
     emin, emax, mantissa, max_normal, rule = _neighbour(p_ptr)
-    exponent = _scale_exponent(magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS)
+    exponent = shared_exponent(magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS)
     scaled = magnitude.to(tl.float32, bitcast=True) * power_of_two(-exponent)[:, None]
     rounded = round_magnitude(scaled, emin, mantissa, float("inf"))
     value = tl.minimum(rounded, max_normal) * power_of_two(exponent)[:, None]

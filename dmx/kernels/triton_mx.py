@@ -32,23 +32,30 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def block_offsets(n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
-    """Element offsets (BLOCKS, 32) of this program, their mask, and the block indices with theirs.
+def offsets_of_blocks(block, n, n_blocks, RAGGED: tl.constexpr, SIZE: tl.constexpr):
+    """Element offsets (BLOCKS, SIZE) of blocks, int64 (BLOCKS,), and their mask.
 
     RAGGED: rows of n values whose last block is short; else n_blocks blocks follow each other.
     """
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    lane = tl.arange(0, 32)
+    lane = tl.arange(0, SIZE)
     in_range = block < n_blocks
     if RAGGED:
-        per_row = (n + 31) // 32
-        column = (block % per_row)[:, None] * 32 + lane[None, :]
+        per_row = (n + (SIZE - 1)) // SIZE
+        column = (block % per_row)[:, None] * SIZE + lane[None, :]
         offsets = (block // per_row)[:, None] * n + column
         mask = in_range[:, None] & (column < n)
     else:
-        offsets = block[:, None] * 32 + lane[None, :]
+        offsets = block[:, None] * SIZE + lane[None, :]
         mask = in_range[:, None]
-    return offsets, mask, block, in_range
+    return offsets, mask
+
+
+@triton.jit
+def block_offsets(n, n_blocks, RAGGED: tl.constexpr, BLOCKS: tl.constexpr):
+    """`offsets_of_blocks` of the blocks of 32 of this program, and the block indices with their mask."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    offsets, mask = offsets_of_blocks(block, n, n_blocks, RAGGED, 32)
+    return offsets, mask, block, block < n_blocks
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def line_parameters(
         rules: scale rule of each format; None: the usual one.
 
     Returns:
-        (..., 12) float32: share, (F-1)/2, then the fields of both neighbours; (..., 6) for families with
+        (..., 12) float32: share, (F-1)/2, then the fields of both neighbours; (..., 14) for families with
         other than MX formats, see `dmx.numerics.mixed_line`.
     """
     family = get_family(family)

@@ -4,8 +4,8 @@ The formula, its stops and its derivatives are those of `dmx.numerics.line`,
 
     y = (1-w) Q_k(x) + w Q_(k+1)(x),   in float32, rounded once to the dtype of x,
 
-with Q of bf16 the identity, which nothing clamps. A row of parameters names both formats and their rules; it is
-read on the host, so a captured graph cannot follow it.
+with Q of bf16 the identity, which nothing clamps. A row of parameters names both formats and their rules. The
+reference reads it on the host; the kernels of a GPU read it there, and need the numbers of the elements, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,6 @@ from torch import Tensor
 from dmx.formats import ALL_RULES, FORMATS, BlockFormat, Format, ScaleRule
 from dmx.numerics.mx import check_input, wide_values
 
-N_MIXED_PARAMETERS = 6
-"""share, its derivative by the offset, index and rule of the lower format, and of the higher one."""
 _FORMATS = tuple(FORMATS.values())
 
 Quantized = Callable[
@@ -33,12 +31,29 @@ class Side(NamedTuple):
     format: float
     """Index in FORMATS."""
     rule: float
-    """Index in ALL_RULES; of bf16 0."""
+    """Index in ALL_RULES; of bf16 0, as all that follows."""
+    emin: float = 0.0
+    emax: float = 0.0
+    mantissa_bits: float = 0.0
+    max_normal: float = 0.0
+
+
+N_MIXED_PARAMETERS = 2 + 2 * len(Side._fields)
+"""share, its derivative by the offset, and the two sides."""
 
 
 def side_of(block_format: Format, rule: ScaleRule | None) -> Side:
     """Numbers of a format under a rule; None for bf16, which has none."""
-    return Side(_FORMATS.index(block_format), 0 if rule is None else ALL_RULES.index(rule))
+    index = format_index(block_format)
+    if not isinstance(block_format, BlockFormat) or rule is None:
+        return Side(index, 0)
+    e = block_format.element
+    return Side(index, ALL_RULES.index(rule), e.emin, e.emax, e.mantissa_bits, e.max_normal)
+
+
+def format_index(block_format: Format) -> int:
+    """What a row calls a format."""
+    return _FORMATS.index(block_format)
 
 
 class _Both(NamedTuple):
@@ -57,13 +72,14 @@ def _values(
     block_format, rule = _FORMATS[int(numbers[0])], ALL_RULES[int(numbers[1])]
     if not isinstance(block_format, BlockFormat):
         return x.float(), torch.ones_like(x, dtype=torch.bool)
-    return by(x, x.ndim - 1, block_format, rule, amax)
+    fixed = amax if block_format.needs_input_amax else None
+    return by(x, x.ndim - 1, block_format, rule, fixed)
 
 
 def _both(x: Tensor, parameters: Tensor, amax: Tensor | float | None, by: Quantized) -> _Both:
     _, slope, *sides = parameters.tolist()
-    low, low_inside = _values(x, sides[:2], amax, by)
-    high, high_inside = _values(x, sides[2:], amax, by)
+    low, low_inside = _values(x, sides, amax, by)
+    high, high_inside = _values(x, sides[len(Side._fields) :], amax, by)
     return _Both(low, high, low_inside, high_inside, slope)
 
 
@@ -78,8 +94,9 @@ def mixed_fake_quant(
 
     Args:
         x: (..., n) fp32, bf16 or fp16.
-        parameters: (6,) float32, one row of `line_parameters`.
-        amax: as of `dmx.numerics.quantize`.
+        parameters: (14,) float32, one row of `line_parameters`.
+        amax: largest magnitude that a global scale is made for (nvfp4), instead of that of x; other formats
+            have none.
         by: quantizes; a kernel that equals `wide_values` gives the same bits sooner.
 
     Returns:
@@ -88,7 +105,7 @@ def mixed_fake_quant(
     check_input(x)
     share, _, *sides = parameters.tolist()
     if share in (0.0, 1.0):
-        return _values(x, sides[2:] if share else sides[:2], amax, by)[0].to(x.dtype)
+        return _values(x, sides[len(Side._fields) if share else 0 :], amax, by)[0].to(x.dtype)
     q = _both(x, parameters, amax, by)
     return ((1 - parameters[0]) * q.low + parameters[0] * q.high).to(x.dtype)
 

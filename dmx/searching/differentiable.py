@@ -212,10 +212,8 @@ class DifferentiableSearch:
             obstacle = f"the model is on {self.device.type}"
         elif self.config.descent.gradient_checkpointing:
             obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
-        elif others := self.space.other_formats():
-            obstacle = f"{', '.join(others)} have no kernels on a GPU, and their reference reads on the host"
-        elif "line" in self.config.paths.values() and actual_backend(self.device) == "reference":
-            obstacle = "the reference of the straight line reads its formats on the host"
+        elif self._reads_on_host() and actual_backend(self.device) == "reference":
+            obstacle = "the reference of the straight line, nvfp4 and fp8 reads on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):
             obstacle = "the model's attention is not purely causal sdpa"
         if asked == "on" and obstacle:
@@ -223,6 +221,10 @@ class DifferentiableSearch:
                 f"search.descent.cuda_graph=on: {obstacle}. Use search.descent.cuda_graph=off."
             )
         return asked != "off" and not obstacle
+
+    def _reads_on_host(self) -> bool:
+        """Whether the reference would: of the straight line its formats, of nvfp4 the range of inputs."""
+        return "line" in self.config.paths.values() or self.space.needs_input_amax()
 
     def _complain(self, what: str, names: list[str], is_bad: np.ndarray) -> None:
         """Says which gradients were not finite and taken as zero, once for each."""

@@ -24,7 +24,16 @@ import torch
 from torch import Tensor
 
 from dmx import numerics
-from dmx.formats import FAMILIES, MX_FORMATS, MXFP4, MXFP6_E2M3, MXFP8_E4M3, WEIGHT_RULES
+from dmx.formats import (
+    FAMILIES,
+    FP8,
+    MX_FORMATS,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP8_E4M3,
+    NVFP4,
+    WEIGHT_RULES,
+)
 from dmx.kernels import ops
 
 LAUNCHES, REPLAYS = 24, 9
@@ -53,8 +62,10 @@ def cases(x: Tensor) -> list[Case]:
     def share(bytes_per_element: float) -> float:
         return bytes_per_element / (2 * size)
 
-    def fake(x: Tensor, _: Tensor, out: Tensor, f: str, rule: Any = "floor") -> Tensor:
-        return ops.fake_quant(x, f, scale_rule=rule, out=out)
+    def fake(
+        x: Tensor, _: Tensor, out: Tensor, f: str, rule: Any = None, amax: float | None = None
+    ) -> Tensor:
+        return ops.fake_quant(x, f, scale_rule=rule, amax=amax, out=out)
 
     def packed(x: Tensor, _: Tensor, out: Tensor, f: str) -> tuple[Tensor, Tensor]:
         return ops.quantize_packed(x, f)
@@ -62,19 +73,49 @@ def cases(x: Tensor) -> list[Case]:
     def codes(x: Tensor, _: Tensor, out: Tensor) -> Any:
         return ops.quantize(x, "mxfp4")
 
-    def continuous(x: Tensor, _: Tensor, out: Tensor, row: Tensor) -> Tensor:
-        return ops.continuous_fake_quant(x, row, out=out)
+    def continuous(
+        x: Tensor, _: Tensor, out: Tensor, row: Tensor, amax: float | None = None
+    ) -> Tensor:
+        return ops.continuous_fake_quant(x, row, amax=amax, out=out)
 
     def backward(
-        x: Tensor, grad: Tensor, out: Tensor, row: Tensor, needs_grad_x: bool = True
+        x: Tensor,
+        grad: Tensor,
+        out: Tensor,
+        row: Tensor,
+        needs_grad_x: bool = True,
+        amax: float | None = None,
     ) -> Any:
-        return ops.continuous_fake_quant_backward(grad, x, row, needs_grad_x=needs_grad_x)
+        return ops.continuous_fake_quant_backward(
+            grad, x, row, amax=amax, needs_grad_x=needs_grad_x
+        )
+
+    mixed: list[Case] = []
+    for formats in (["nvfp4", "fp8"], ["mxfp4", "fp8"], ["fp8", "bf16"]):
+        row, name = numerics.line_parameters(offset, formats), "-".join(formats)
+        # Inputs in nvfp4 have a range that is known; a weight is read once more for its own.
+        known: list[tuple[str, float | None, float]] = [("", 6.0, 0.0)]
+        if "nvfp4" in formats:
+            known.append((", own amax", None, 0.5))
+        for label, amax, more in known:
+            kept = {"row": row, "amax": amax}
+            mixed += [
+                Case(f"line {name}{label}", partial(continuous, **kept), 1.0 + more),
+                Case(f"line {name} backward{label}", partial(backward, **kept), 1.5 + more),
+            ]
 
     return [
         Case("copy", lambda x, _, out: out.copy_(x), 1.0),
         *(Case(f"fake_quant {f}", partial(fake, f=f.name), 1.0) for f in MX_FORMATS),
         Case("fake_quant mxfp4 even", partial(fake, f="mxfp4", rule="even"), 1.0),
         Case("mse mxfp4", partial(fake, f="mxfp4", rule="mse"), 1.0),
+        Case("fake_quant fp8", partial(fake, f="fp8"), 1.0),
+        Case("fake_quant nvfp4", partial(fake, f="nvfp4", amax=6.0), 1.0),
+        Case("fake_quant nvfp4, own amax", partial(fake, f="nvfp4"), 1.5),
+        *(
+            Case(f"{rule} nvfp4, own amax", partial(fake, f="nvfp4", rule=rule), 1.5)
+            for rule in ("4over6", "mse")
+        ),
         *(
             Case(
                 f"quantize_packed {f}",
@@ -91,6 +132,7 @@ def cases(x: Tensor) -> list[Case]:
         Case("line backward", partial(backward, row=line), 1.5),
         Case("line backward, offset only", partial(backward, row=line, needs_grad_x=False), 1.0),
         Case("line mse", partial(continuous, row=line_mse), 1.0),
+        *mixed,
     ]
 
 
@@ -160,12 +202,16 @@ def make_input(size: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
 
 
-def rows(device: str, sizes: list[int], dtypes: list[torch.dtype]) -> Iterator[tuple[str, ...]]:
-    """Our kernels; see HEADER."""
+def rows(
+    device: str, sizes: list[int], dtypes: list[torch.dtype], only: list[str] | None = None
+) -> Iterator[tuple[str, ...]]:
+    """Our kernels; see HEADER. only: those whose names hold one of these, and the copy."""
     measure, _ = timers(device)
     for size, dtype in itertools.product(sizes, dtypes):
         x, copy = make_input(size, dtype, device), 0.0
         for case in cases(x):
+            if only and case.name != "copy" and not any(part in case.name for part in only):
+                continue
             seconds = measure(case, x)
             copy = copy or seconds
             yield (
@@ -191,8 +237,8 @@ def print_table(header: tuple[str, ...], body: Iterator[tuple[str, ...]]) -> Non
 
 def check(device: str, dtypes: list[torch.dtype]) -> int:
     """Number of comparisons with the reference that fail."""
-    from tests.cases import LINES, OFFSETS, hard_inputs
-    from tests.kernels.compare import check_continuous, check_mx
+    from tests.cases import LINES, MIXED_LINES, OFFSETS, hard_inputs
+    from tests.kernels.compare import check_continuous, check_mx, check_scaled
 
     done = failed = 0
     grid = list(itertools.product(MX_FORMATS, WEIGHT_RULES))
@@ -201,7 +247,9 @@ def check(device: str, dtypes: list[torch.dtype]) -> int:
             jobs: list[Any] = [(check_mx, (x, f, rule, device)) for f, rule in grid]
             path = itertools.product(FAMILIES.values(), OFFSETS)
             jobs += [(check_continuous, (x, f, b, device)) for f, b in path]
-            lines = itertools.product(LINES, OFFSETS)
+            scaled = [(f, rule) for f in (NVFP4, FP8) for rule in f.rules]
+            jobs += [(check_scaled, (x, f, rule, device)) for f, rule in scaled]
+            lines = itertools.product((*LINES, *MIXED_LINES), OFFSETS)
             jobs += [(check_continuous, (x, f, b, device, rules)) for (f, rules), b in lines]
             if x.ndim > 1:
                 jobs.append((check_mx, (x, MX_FORMATS[3], "floor", device, 0)))
@@ -219,7 +267,7 @@ def check(device: str, dtypes: list[torch.dtype]) -> int:
 
 def tune() -> None:
     """Times of each kernel over tile sizes, as a share of the copy limit."""
-    from dmx.kernels import triton_continuous, triton_line, triton_mx
+    from dmx.kernels import triton_continuous, triton_line, triton_mx, triton_scaled
 
     tables = {
         "fake_quant mxfp4": triton_mx.FAKE_QUANT_TILE,
@@ -231,6 +279,8 @@ def tune() -> None:
         "line": triton_line.FORWARD_TILE,
         "line backward": triton_line.BACKWARD_TILE,
         "line backward, offset only": triton_line.BACKWARD_TILE,
+        "fake_quant nvfp4": triton_scaled.NVFP4_TILE,
+        "fake_quant nvfp4, own amax": triton_scaled.AMAX_TILE,
     }
     tiles = [(16, 1), (16, 2), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
     print("| dtype | kernel | " + " | ".join(f"{b}x{w}" for b, w in tiles) + " |")
@@ -257,6 +307,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: all that are here")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, help="default: all for --check")
     parser.add_argument("--no-table", action="store_true", help="only --check or --tune")
+    parser.add_argument("--only", nargs="+", help="kernels whose names hold one of these")
     parser.add_argument("--sizes", type=int, nargs="+", help="default: 4096, on a GPU also 8192")
     arguments = parser.parse_args()
     here = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -276,7 +327,7 @@ def main() -> None:
         print(f"{device}: backend {ops.actual_backend(device)}")
     for device in devices:
         sizes = arguments.sizes or ([4096, 8192] if device == "cuda" else [4096])
-        print_table(HEADER, rows(device, sizes, timed))
+        print_table(HEADER, rows(device, sizes, timed, arguments.only))
 
 
 if __name__ == "__main__":

@@ -261,17 +261,25 @@ def test_two_processes_learn_the_rotations_of_one(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_learns_what_single_kernels_do(make_tiny):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transform": "learned"},
+        {"family": ["nvfp4", "fp8", "bf16"]},
+        {"family": ["mxfp4", "mxfp6_e3m2", "fp8"]},
+    ],
+    ids=str,
+)
+def test_a_cuda_graph_learns_what_single_kernels_do(options, make_tiny):
     model = make_tiny("llama", train_steps=100, dtype="bfloat16").model.cuda()
     settings = {
         "steps": 12,
         "raw_start": 1.0,
         "objective": "kl",
-        "transform": "learned",
         "lr": 3.0,
         "momentum": 0.9,
         "evaluate_every": 11,
-    }
+    } | options
     batches = [TOKENS.repeat(2, 2), TOKENS.flip(1).repeat(2, 2)]
     found = [
         dmx.search(model, batches, dmx.Budget(5.0), search_config(**settings, cuda_graph=graph))

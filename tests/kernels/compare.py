@@ -45,27 +45,26 @@ def check_mx(
         assert_same_bits(scale_codes, quantized.scale_codes)
 
 
-def check_scaled(x: Tensor, block_format: BlockFormat, amax: float | None = None) -> None:
-    """fake_quant (also in place and along another axis) of a format other than MX, and what the straight
-    line takes of it, on the CPU."""
-    expected = numerics.fake_quant(x, block_format, amax=amax)
-    assert_same_bits(ops.fake_quant(x, block_format, amax=amax), expected)
-    own = x.clone()
-    assert ops.fake_quant(own, block_format, amax=amax, out=own) is own
+def check_scaled(
+    x: Tensor,
+    block_format: BlockFormat,
+    scale_rule: ScaleRule,
+    device: str,
+    amax: Tensor | float | None = None,
+    axis: int = -1,
+) -> None:
+    """fake_quant (also in place and into another dtype) of a format other than MX on `device`."""
+    there = x.to(device)
+    kwargs: dict[str, Any] = {"axis": axis, "scale_rule": scale_rule, "amax": amax}
+    expected = numerics.fake_quant(x, block_format, **kwargs)
+    assert_same_bits(ops.fake_quant(there, block_format, **kwargs), expected)
+    own = there.clone()
+    assert ops.fake_quant(own, block_format, out=own, **kwargs) is own
     assert_same_bits(own, expected)
-    for offset in (0.0, 0.3, 1.0, 1.4, 2.0):
-        row = numerics.line_parameters(torch.tensor(offset), [block_format.name, "bf16"])
-        assert_same_bits(
-            ops.continuous_fake_quant(x, row, amax=amax),
-            numerics.continuous_fake_quant(x, row, amax=amax),
-        )
-        grad = torch.ones_like(x)
-        for a, b in zip(
-            ops.continuous_fake_quant_backward(grad, x, row, amax=amax),
-            numerics.continuous_fake_quant_backward(grad, x, row, amax=amax),
-            strict=True,
-        ):
-            assert_same_bits(a, b)
+    if amax is None and axis == -1 and x.is_contiguous() and x.dtype == torch.float32:
+        narrow = torch.empty_like(there, dtype=torch.bfloat16)
+        ops.fake_quant_to(there, narrow, block_format, scale_rule=scale_rule)
+        assert_same_bits(narrow, expected.bfloat16())
 
 
 def check_continuous(
@@ -73,20 +72,22 @@ def check_continuous(
     family: Family,
     offset: float,
     device: str,
-    rules: Sequence[ScaleRule] | None = None,
+    rules: Sequence[ScaleRule | None] | None = None,
+    amax: Tensor | float | None = None,
 ) -> None:
     """Forward and grad_x bit for bit, the sum within SUM_TOLERANCE of the absolute sum."""
+    fixed: dict[str, Any] = {} if amax is None else {"amax": amax}
     parameters = numerics.continuous_parameters(torch.tensor(offset), family, rules)
     there, parameters_there = x.to(device), parameters.to(device)
-    expected = numerics.continuous_fake_quant(x, parameters)
-    assert_same_bits(ops.continuous_fake_quant(there, parameters_there), expected)
+    expected = numerics.continuous_fake_quant(x, parameters, **fixed)
+    assert_same_bits(ops.continuous_fake_quant(there, parameters_there, **fixed), expected)
     own = there.clone()
-    assert ops.continuous_fake_quant(own, parameters_there, out=own) is own
+    assert ops.continuous_fake_quant(own, parameters_there, out=own, **fixed) is own
     assert_same_bits(own, expected)
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(x.dtype)
-    dx, db = numerics.continuous_derivatives(x, parameters)
+    dx, db = numerics.continuous_derivatives(x, parameters, **fixed)
     grad_x, grad_offset = ops.continuous_fake_quant_backward(
-        grad.to(device), there, parameters_there
+        grad.to(device), there, parameters_there, **fixed
     )
     assert grad_x is not None
     assert_same_bits(grad_x, torch.where(dx > 0, grad.float() * dx, 0.0).to(x.dtype))
@@ -97,7 +98,7 @@ def check_continuous(
         error = abs(grad_offset.item() - products.sum().item())
         assert error <= SUM_TOLERANCE * largest + 1e-37, (error, largest)
     nothing, again = ops.continuous_fake_quant_backward(
-        grad.to(device), there, parameters_there, needs_grad_x=False
+        grad.to(device), there, parameters_there, needs_grad_x=False, **fixed
     )
     assert nothing is None
     assert_same_bits(again, grad_offset)

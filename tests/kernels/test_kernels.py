@@ -12,7 +12,7 @@ from dmx.kernels import cpu, ops
 from dmx.numerics import continuous_parameters
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.numerics.packing import pack_codes, unpack_codes
-from tests.cases import FOUR, LINES, OFFSETS, hard_inputs
+from tests.cases import FOUR, LINES, MIXED_LINES, OFFSETS, hard_inputs
 from tests.golden import assert_same_bits
 from tests.kernels.compare import check_continuous, check_mx, check_scaled
 
@@ -48,19 +48,37 @@ def test_mx_equals_reference(block_format, dtype, device):
             check_mx(x, block_format, scale_rule, device)
 
 
-@pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("block_format", [NVFP4, FP8], ids=str)
-def test_nvfp4_and_fp8_equal_reference(block_format, dtype):
-    assert ops.backend_of(torch.zeros(1), block_format, block_format.rules[0]) == "cpp"
+def test_nvfp4_and_fp8_equal_reference(block_format, dtype, device):
+    backend = {"cpu": "cpp", "cuda": "triton"}[device]
+    assert ops.backend_of(torch.zeros(1, device=device), block_format, "amax/6") == backend
+    usual = block_format.rules[0]
     for x in hard_inputs(dtype).values():
-        check_scaled(x, block_format)
-        if block_format is NVFP4:
-            check_scaled(x, block_format, amax=0.7)
+        for rule in block_format.rules if device == "cuda" else [usual]:
+            check_scaled(x, block_format, rule, device)
+            check_scaled(x, block_format, rule, device, amax=0.7)
     x = hard_inputs(dtype)["four_axes"]
     for axis in (0, 2):
-        expected = numerics.fake_quant(x, block_format, axis=axis)
-        assert_same_bits(ops.fake_quant(x, block_format, axis=axis), expected)
+        check_scaled(x, block_format, usual, device, axis=axis)
+    amax = x.float().abs().amax() if block_format is NVFP4 else x.float().abs().amax(-1, True) * 0.9
+    check_scaled(x, block_format, usual, device, amax=amax)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("n", [4096, 11008, 14336, 16416, 40000])
+def test_rows_of_real_lengths_equal_reference(n):
+    """Rows that a program holds, and longer ones, whose amax another kernel finds; a whole tensor of several
+    programs."""
+    x = torch.randn(70, n, generator=torch.Generator().manual_seed(n)).bfloat16()
+    x[3, 17], x[5] = torch.inf, 0.0
+    for block_format in (NVFP4, FP8):
+        check_scaled(x, block_format, block_format.rules[0], "cuda")
+    for family, rules in MIXED_LINES:
+        for offset in (0.3, 1.7):
+            check_continuous(x, family, offset, "cuda", rules)
 
 
 @pytest.mark.skipif(cpu.find_compiler() is None, reason="no C++ compiler was found")
@@ -71,7 +89,7 @@ def test_what_has_no_kernel_runs_by_the_reference_or_not_at_all(monkeypatch):
     assert_same_bits(ops.fake_quant(x, NVFP4, scale_rule="4over6"), expected)
     ops.set_backend("cpp")
     ops.fake_quant(x, NVFP4)
-    with pytest.raises(RunError, match="backend='cpp' has no kernels for nvfp4 and fp8 on 'cpu'"):
+    with pytest.raises(RunError, match="backend='cpp' has no kernels for nvfp4 by 4over6"):
         ops.fake_quant(x, NVFP4, scale_rule="4over6")
 
 
@@ -101,6 +119,34 @@ def test_the_straight_line_equals_reference(family, rules, dtype, device):
             check_continuous(x, family, offset, device, rules)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize(("family", "rules"), MIXED_LINES, ids=str)
+def test_the_line_to_other_formats_equals_reference(family, rules, dtype, device):
+    inputs = hard_inputs(dtype)
+    # On the CPU formats and mixing have kernels of their own, which other tests drive through all inputs.
+    few = ("grid_e4m3", "subnormals", "non_finite", "random_bits", "one", "empty_blocks", "sliced")
+    offsets = ((0.0, None), (0.3, None), (0.3, 0.7), (1.0, None), (1.7, 0.7), (2.0, None))
+    for name in few if device == "cpu" else inputs:
+        for offset, amax in offsets[1::3] if device == "cpu" else offsets:
+            check_continuous(inputs[name], family, offset, device, rules, amax)
+
+
+@pytest.mark.parametrize("block_format", [NVFP4, FP8], ids=str)
+def test_at_its_stop_a_line_is_the_format(block_format):
+    x = hard_inputs(torch.float32)["ragged"]
+    row = numerics.line_parameters(torch.tensor(0.0), [block_format.name, "bf16"])
+    expected = numerics.fake_quant(x, block_format)
+    assert_same_bits(ops.continuous_fake_quant(x, row), expected)
+
+
+def test_a_fixed_range_is_for_formats_with_a_global_scale_alone():
+    """Inputs in fp8 have a scale per token whatever calibration saw: the soft model is that of the files."""
+    x = hard_inputs(torch.float32)["ragged"]
+    row = numerics.line_parameters(torch.tensor(2.0), ["nvfp4", "fp8"])
+    assert_same_bits(ops.continuous_fake_quant(x, row, amax=0.7), numerics.fake_quant(x, FP8))
+
+
 def test_overlapping_out_equals_reference():
     memory = torch.randn(33, 64)
     x, out = memory[:-1], memory[1:]
@@ -125,7 +171,9 @@ def test_offset_gradient_does_not_depend_on_threads(path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(
-    ("family", "rules"), [("mxfp6_mxfp4", None), (FOUR, ("even", "mse", "floor", "rceil"))], ids=str
+    ("family", "rules"),
+    [("mxfp6_mxfp4", None), (FOUR, ("even", "mse", "floor", "rceil")), *MIXED_LINES],
+    ids=str,
 )
 def test_cuda_graph_follows_the_parameters(family, rules):
     """Nothing depends on values on the host: a captured launch sees later offsets, and the neighbours

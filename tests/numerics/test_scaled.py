@@ -258,6 +258,6 @@ def test_what_the_line_clamps_passes_no_gradient():
 
 def test_mixed_rows_are_of_families_with_other_formats_alone():
     assert numerics.line_parameters(torch.tensor(0.0), ["mxfp4", "mxfp6_e3m2"]).shape == (12,)
-    assert numerics.line_parameters(torch.tensor([0.0, 1.0]), [str(MXFP4), "bf16"]).shape == (2, 6)
+    assert numerics.line_parameters(torch.tensor([0.0, 1.0]), [str(MXFP4), "bf16"]).shape == (2, 14)
     with pytest.raises(FormatError, match="there is no element path"):
         numerics.continuous_parameters(torch.tensor(0.0), ["nvfp4", "fp8"], path="element")

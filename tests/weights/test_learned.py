@@ -17,7 +17,7 @@ from dmx.applying.linear import quantized_layers
 from dmx.applying.stored import from_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
-from dmx.formats import MXFP4, SCALE_RULES
+from dmx.formats import FP8, MXFP4, NVFP4, SCALE_RULES
 from dmx.numerics import fake_quant
 from dmx.weights import learned
 from dmx.weights.learn_config import LearnConfig
@@ -303,9 +303,15 @@ def test_the_rate_warms_up_and_falls_to_zero():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transform", ["none", "hadamard_block"])
 @pytest.mark.parametrize("options", [{}, {"keep_reference": "off"}, {"micro_batch": 1}], ids=str)
-def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("block_format", "transform"),
+    [(MXFP4, "none"), (MXFP4, "hadamard_block"), (NVFP4, "none"), (FP8, "none")],
+    ids=str,
+)
+def test_a_captured_step_learns_as_an_eager_one(
+    block_format, transform, options, make_tiny, monkeypatch
+):
     model = make_tiny("smollm2", train_steps=100, dtype="bfloat16").model.cuda()
     graphs, init = [], learned._Learning.__post_init__
 
@@ -314,7 +320,8 @@ def test_a_captured_step_learns_as_an_eager_one(transform, options, make_tiny, m
         graphs.append(self.uses_graph)
 
     monkeypatch.setattr(learned._Learning, "__post_init__", watched)
-    assignment = uniform(model, transform=transform)
+    assignment = uniform(model, block_format, transform=transform)
+    assignment = dmx.calibrate_inputs(model, assignment, BATCHES)
     captured, eager = (
         learn_weights(
             model, assignment, BATCHES, LearnConfig(steps=20, lr=1e-3, cuda_graph=graph, **options)
