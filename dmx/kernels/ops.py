@@ -31,9 +31,11 @@ from dmx.formats import (
     scale_rule_of,
 )
 from dmx.kernels import cpu
+from dmx.numerics import moments
 from dmx.numerics.continuous import N_PATH_PARAMETERS, gradients_of, is_line, is_mixed
 from dmx.numerics.line import N_LINE_PARAMETERS
 from dmx.numerics.mixed_line import N_MIXED_PARAMETERS, mixed_derivatives, mixed_fake_quant
+from dmx.numerics.moments import Moments, StepNumbers
 from dmx.numerics.mx import QuantizedTensor, check_axis, check_input, check_out, wide_values
 from dmx.numerics.packing import check_packable, pack_codes
 
@@ -125,6 +127,12 @@ def _triton_mixed() -> ModuleType:
     from dmx.kernels import triton_mixed
 
     return triton_mixed
+
+
+def _triton_moments() -> ModuleType:
+    from dmx.kernels import triton_moments
+
+    return triton_moments
 
 
 def _triton_continuous(parameters: Tensor) -> ModuleType:
@@ -434,3 +442,19 @@ def add_fisher(grad: Tensor, exact: Tensor, quantized: Tensor, sums: Tensor) -> 
         _triton_loss().add_fisher(grad, exact, quantized, sums)
     else:
         numerics.add_fisher(grad, exact, quantized, sums)
+
+
+@torch.no_grad()
+def narrow_adamw(
+    masters: Tensor,
+    gradient: Tensor,
+    factor: Tensor,
+    first: Moments,
+    second: Moments,
+    numbers: StepNumbers,
+) -> None:
+    """A step of AdamW in place; see `dmx.numerics.moments.narrow_adamw`."""
+    if choose_backend(masters.device) == "triton":
+        _triton_moments().narrow_adamw(masters, gradient, factor, first, second, numbers)
+    else:
+        moments.narrow_adamw(masters, gradient, factor, first, second, numbers)

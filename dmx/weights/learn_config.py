@@ -46,7 +46,7 @@ class LearnConfig:
     masters: str = "float32"
     """float32 | bfloat16 (rounded stochastically): what learns."""
     optimizer_state: str = "float32"
-    """float32 | bfloat16 | int8 (by blocks, `dmx.weights.moments`), rounded stochastically: AdamW's two moments."""
+    """float32 | bfloat16 | int8 (by blocks, `dmx.numerics.moments`), rounded stochastically: AdamW's two moments."""
     keep_reference: str = "auto"
     """auto | on | off: keep what the full-precision model gave for a batch, so that a batch that comes again
     costs no pass of it. auto: where memory allows."""

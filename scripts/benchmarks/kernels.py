@@ -35,6 +35,7 @@ from dmx.formats import (
     WEIGHT_RULES,
 )
 from dmx.kernels import ops
+from dmx.numerics.moments import Moments8, StepNumbers, step_keys
 
 LAUNCHES, REPLAYS = 24, 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,6 +105,13 @@ def cases(x: Tensor) -> list[Case]:
                 Case(f"line {name} backward{label}", partial(backward, **kept), 1.5 + more),
             ]
 
+    first, second = (Moments8(x.flatten(), signed=s) for s in (True, False))
+    numbers = StepNumbers(0.9, 0.99, 0.1, 0.01, 1e-3, 1.0, 1e-8, keys=step_keys(0, 0))
+    factor = torch.ones(1, device=x.device)
+
+    def adamw(x: Tensor, grad: Tensor, _: Tensor) -> None:
+        ops.narrow_adamw(x.view(-1), grad.view(-1), factor, first, second, numbers)
+
     return [
         Case("copy", lambda x, _, out: out.copy_(x), 1.0),
         *(Case(f"fake_quant {f}", partial(fake, f=f.name), 1.0) for f in MX_FORMATS),
@@ -133,6 +141,7 @@ def cases(x: Tensor) -> list[Case]:
         Case("line backward, offset only", partial(backward, row=line, needs_grad_x=False), 1.0),
         Case("line mse", partial(continuous, row=line_mse), 1.0),
         *mixed,
+        Case("adamw, int8 moments", adamw, share(3 * size + 4)),
     ]
 
 

@@ -19,12 +19,13 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
 from dmx.formats import FP8, MXFP4, NVFP4, SCALE_RULES
 from dmx.numerics import fake_quant
+from dmx.numerics.moments import random_bits, round_stochastically, step_keys
 from dmx.weights import learned
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import STATE_FILE, learn_weights
 from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
-from dmx.weights.learned_optimizer import AdamW, round_stochastically
+from dmx.weights.learned_optimizer import AdamW
 from tests.forked import Forked
 from tests.weights.helpers import mixed, text_batches, uniform
 
@@ -270,8 +271,8 @@ def test_one_call_quantizes_all_weights_of_a_format(tiny_random):
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_optimizer_is_adamw(masters, state, generator, monkeypatch):
-    for name in ("CHUNK", "NARROW_CHUNK"):
-        monkeypatch.setattr(f"dmx.weights.learned_optimizer.{name}", 256)
+    for module in ("weights.learned_optimizer", "numerics.moments"):
+        monkeypatch.setattr(f"dmx.{module}.CHUNK", 256)
     start = torch.randn(600, generator=generator)
     ours = AdamW(start.to(masters, copy=True), state, seed=0)
     expected = torch.nn.Parameter(start.to(masters).float())
@@ -286,9 +287,10 @@ def test_the_optimizer_is_adamw(masters, state, generator, monkeypatch):
     assert difference < (1e-6 if masters == state == torch.float32 else 1e-2)
 
 
-def test_stochastic_rounding_keeps_the_mean_and_exact_values(generator):
+def test_stochastic_rounding_keeps_the_mean_and_exact_values():
     x = torch.tensor([1.0, -1.0, 0.0, 1 + 2**-9, -1 - 3 * 2**-10]).repeat(20000, 1)
-    rounded = round_stochastically(x, generator)
+    bits = random_bits(0, x.numel(), step_keys(0, 7)[0], x.device).view(x.shape)
+    rounded = round_stochastically(x, bits)
     assert torch.equal(rounded[:, :3], x[:, :3].bfloat16())
     assert torch.allclose(rounded.float().mean(0), x[0], atol=1e-4)
     assert len(rounded[:, 3].unique()) == 2
