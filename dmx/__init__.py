@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dmx.applying.apply import apply, restore
     from dmx.applying.calibrate import calibrate_inputs
     from dmx.applying.quantizers import continuous_fake_quant, fake_quant
+    from dmx.applying.sharing import share_scales
     from dmx.assignment.assignment import Assignment
     from dmx.assignment.budget import Budget
     from dmx.evaluate.divergence import kl_divergence
@@ -44,6 +45,7 @@ __all__ = [
     "quantize",
     "restore",
     "search",
+    "share_scales",
     "zero_shot",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "applying.apply": ("apply", "restore"),
     "applying.calibrate": ("calibrate_inputs",),
     "applying.quantizers": ("continuous_fake_quant", "fake_quant"),
+    "applying.sharing": ("share_scales",),
     "assignment.assignment": ("Assignment",),
     "assignment.budget": ("Budget",),
     "evaluate.divergence": ("kl_divergence",),

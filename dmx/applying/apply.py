@@ -26,7 +26,8 @@ def block_quantizer(
     Raises:
         AssignmentError: of an input, what calibration must measure of it is missing.
     """
-    amax = assignment.amax_of_input(layer) if operand == "input" else None
+    of = assignment.amax_of_input if operand == "input" else assignment.amax_of_weight
+    amax = of(layer)
     return BlockQuantizer(block_format, assignment.rule(operand, block_format), amax)
 
 

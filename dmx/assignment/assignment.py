@@ -79,6 +79,9 @@ class Assignment:
     input_amax: Mapping[str, float] | None = None
     """layer name -> largest magnitude of the input, transformed, on calibration data; of inputs whose
     format has one scale for whole tensors (nvfp4). None: of none."""
+    weight_amax: Mapping[str, float] | None = None
+    """layer name -> largest magnitude that the scales of its weight are made for, where that is not the
+    weight's own: one for several layers (nvfp4), or one for all rows (fp8). None: of none."""
     folder: Path | None = field(default=None, compare=False, repr=False)
     """Where it was loaded from, which holds its artifacts; not in the file."""
     unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -178,6 +181,10 @@ class Assignment:
         """Layers whose weight or input is in a block format: those that a transform of inputs is for."""
         either = {**self.block_formats("weight"), **self.block_formats("input")}
         return tuple(layer for layer in self.formats if layer in either)
+
+    def amax_of_weight(self, layer: str) -> float | None:
+        """What the scales of a layer's weight are made for, where they are not the weight's own."""
+        return (self.weight_amax or {}).get(layer)
 
     def amax_of_input(self, layer: str) -> float | None:
         """What the scales of a layer's input are made for, where its format fixes that beforehand; None

@@ -43,7 +43,7 @@ FIELDS = (
     "search",
 )
 """Keys beside `schema`, in the order of the file."""
-OPTIONAL_FIELDS = ("input_amax",)
+OPTIONAL_FIELDS = ("input_amax", "weight_amax")
 """Keys that stand there only where they say something, after the others."""
 ArtifactKind = Literal["transform", "weights"]
 ARTIFACTS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
@@ -203,11 +203,13 @@ def _check_parts(body: Mapping[str, Any]) -> None:
     for kind in ARTIFACTS:
         if body[kind] is not None and (why := _malformed(body[kind])):
             raise ValueError(f"{kind} is {body[kind]!r}: {why}")
-    amax = body.get("input_amax")
-    if amax is not None:
-        named = isinstance(amax, dict) and set(amax) <= set(body["formats"])
-        if not named or not all(type(v) in (int, float) and 0 <= v < 1e39 for v in amax.values()):
-            raise ValueError("input_amax must be null or give layers of formats a number >= 0")
+    for key in OPTIONAL_FIELDS:
+        if (amax := body.get(key)) is not None:
+            named = isinstance(amax, dict) and set(amax) <= set(body["formats"])
+            if not named or not all(
+                type(v) in (int, float) and 0 <= v < 1e39 for v in amax.values()
+            ):
+                raise ValueError(f"{key} must be null or give layers of formats a number >= 0")
     if not all(isinstance(layer, str) for layer in body["unquantized"]):
         raise ValueError("unquantized must hold layer names")
     if body["units"] not in get_args(Units):
@@ -239,7 +241,7 @@ def _arguments(body: Mapping[str, Any], source: str) -> dict[str, Any]:
         "unquantized": tuple(body["unquantized"]),
         "scale_rules": used_rules(rules, formats, inputs),
         "search": SearchFacts.from_dict(body["search"]),
-        "input_amax": body.get("input_amax"),
+        **{key: body.get(key) for key in OPTIONAL_FIELDS},
     }
 
 

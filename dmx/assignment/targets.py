@@ -17,8 +17,8 @@ _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
 _TRANSFORMERS_FORMATS = _VLLM_FORMATS | {"mxfp6_e2m3"}
 _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
-_CT_VLLM = _VLLM_FORMATS | {"fp8"}
-_CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | {"fp8", "nvfp4"}
+_CT_VLLM = _VLLM_FORMATS | {"fp8", "nvfp4"}
+_CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | _CT_VLLM
 _CT_INPUTS = _CT_VLLM
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
@@ -33,6 +33,8 @@ class Loader:
     requires: str
     """Versions that it was seen to work with."""
     needs_fused_units: bool = False
+    shares_scales: bool = False
+    """It has one global scale for the NVFP4 weights of a fused group, and one for their input."""
     input_formats: frozenset[str] = frozenset()
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
     notes: tuple[str, ...] = ()
@@ -49,6 +51,11 @@ class Target:
     needs_fused_units: bool = False
     """True: the export refuses an assignment with a split fused group, whatever loads it."""
 
+    @property
+    def shares_scales(self) -> bool:
+        """Whether one of its loaders does."""
+        return any(loader.shares_scales for loader in self.loaders)
+
 
 _CT = "transformers >= 5 + compressed-tensors >= 0.20"
 _VLLM = "vLLM >= 0.33"
@@ -61,7 +68,7 @@ TARGETS: dict[str, Target] = {
         _CT_VLLM,
         (
             Loader("transformers", _CT_VLLM, _CT, input_formats=_CT_INPUTS),
-            Loader("vLLM", _CT_VLLM, _VLLM, needs_fused_units=True),
+            Loader("vLLM", _CT_VLLM, _VLLM, needs_fused_units=True, shares_scales=True),
         ),
         needs_fused_units=True,
     ),

@@ -1,10 +1,11 @@
-"""compressed-tensors: MXFP4, MXFP6 E2M3, MXFP8 E4M3, NVFP4 and FP8, read by transformers and (all but MXFP6 and
-NVFP4) by vLLM.
+"""compressed-tensors: MXFP4, MXFP6 E2M3, MXFP8 E4M3, NVFP4 and FP8, read by transformers and (all but MXFP6) by
+vLLM.
 
     MXFP4, MXFP6   weight_packed uint8 (out, in * bits / 8), weight_scale uint8 (out, in / 32)
     MXFP8          weight float8_e4m3fn (out, in),           weight_scale uint8 (out, in / 32)
     NVFP4          weight_packed uint8 (out, in / 2),        weight_scale float8_e4m3fn (out, in / 16),
-                   weight_global_scale float32 (1,): what scales are divided by
+                   weight_global_scale float32 (1,): what scales are divided by; with inputs also
+                   input_global_scale float32 (1,): what those of the input are divided by
     FP8            weight float8_e4m3fn (out, in),           weight_scale float32 (out, 1)
 
 Every layer is named in full: a class name such as `Linear` among the targets would also catch
@@ -23,9 +24,19 @@ from torch import Tensor
 
 from dmx.applying.stored import StoredWeight
 from dmx.errors import FormatError
-from dmx.exporting.layouts import Layers, Layout, TensorSpec, decoded_by
+from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
 from dmx.exporting.packing import as_float8, check_finite, code_bits
-from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4, BlockFormat, ScaleRule
+from dmx.formats import (
+    E4M3_OF_TENSOR,
+    FP8,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP8_E4M3,
+    NVFP4,
+    BlockFormat,
+    ScaleRule,
+)
+from dmx.numerics.scaled import inverse_global_scale
 
 FORMAT_NAMES = {
     MXFP4: "mxfp4-pack-quantized",
@@ -34,8 +45,8 @@ FORMAT_NAMES = {
     NVFP4: "nvfp4-pack-quantized",
     FP8: "float-quantized",
 }
-INPUT_FORMATS = (MXFP4, MXFP8_E4M3, FP8)
-_GLOBAL = "weight_global_scale"
+INPUT_FORMATS = (MXFP4, MXFP8_E4M3, NVFP4, FP8)
+_GLOBAL, _GLOBAL_OF_INPUT = "weight_global_scale", "input_global_scale"
 
 
 def _codes_name(block_format: BlockFormat) -> str:
@@ -92,12 +103,26 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat) -> StoredW
     )
 
 
+def _inverse_global_scale(amax: float | Tensor) -> Tensor:
+    assert E4M3_OF_TENSOR.element is not None
+    return inverse_global_scale(amax, NVFP4.element, E4M3_OF_TENSOR.element).reshape(1)
+
+
+def _input_tensors(layer: LayerPlan) -> dict[str, Tensor]:
+    if layer.input is None or not layer.input.needs_input_amax:
+        return {}
+    assert layer.input_amax is not None
+    return {_GLOBAL_OF_INPUT: _inverse_global_scale(layer.input_amax)}
+
+
 def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
+    # local: blocks' scales are those of each tensor, the global one lies in the file
+    when = "local" if dynamic and block_format.needs_input_amax else dynamic
     shared = {
         "num_bits": code_bits(block_format),
         "type": "float",
         "symmetric": True,
-        "dynamic": dynamic,
+        "dynamic": when,
     }
     if not block_format.block_size:
         return {**shared, "strategy": "token" if dynamic else "channel"}
@@ -142,11 +167,6 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
 
 def _check(layers: Layers, inputs: bool) -> None:
     asked = {name: layer.input for name, layer in layers.items() if layer.input is not None}
-    if static := [name for name, f in asked.items() if f.needs_input_amax]:
-        raise FormatError(
-            f"inputs=true: the global scale of NVFP4 inputs is not written yet ({len(static)} layers, "
-            f"first {static[0]}). Use inputs=false, or target=assignment."
-        )
     refused = {name: f.name for name, f in asked.items() if f not in INPUT_FORMATS}
     if refused:
         raise FormatError(
@@ -159,13 +179,18 @@ def _check(layers: Layers, inputs: bool) -> None:
 def _input_rule(layers: Layers) -> str:
     inputs = {layer.input for layer in layers.values()}
     rules = []
-    if inputs - {FP8}:
+    if inputs - {FP8, NVFP4, None}:
         rules.append(
             "amax rounded to one mantissa bit before its exponent is taken, for 4 and for 8 bits "
             "(compressed-tensors' own rule; `even` for MXFP4)"
         )
     if FP8 in inputs:
         rules.append("FP8: amax / 448 of each token, with quotients in the dtype of the input")
+    if NVFP4 in inputs:
+        rules.append(
+            "NVFP4: amax / 6 of each 16, under the global scale of the file; the quotient is rounded to the "
+            "dtype of the input"
+        )
     return "; ".join(rules)
 
 
@@ -180,4 +205,7 @@ LAYOUT = Layout(
     config=_config,
     check=_check,
     input_rule=_input_rule,
+    input_tensors=_input_tensors,
+    # 6 * 448 / amax is its own inverse
+    input_amax={_GLOBAL_OF_INPUT: lambda tensor, _: float(_inverse_global_scale(tensor))},
 )

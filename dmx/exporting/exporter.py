@@ -130,6 +130,7 @@ def write_plan(
     """Write what was planned and checked; arguments and errors are those of `export`."""
     folder = Path(folder).absolute()
     check_new(folder)
+    plan = plan.for_model(model)
     result = Exported(folder, plan.target, plan.profile, plan.inputs, input_rule=plan.input_rule)
     transform = Transform() if plan.layout is None else Transform.of(plan.assignment)
     quantized = plan.assignment.transformed

@@ -6,7 +6,7 @@ in this package works on any of them, layer by layer.
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ class LayerPlan:
     input: BlockFormat | None
     """None: the loader leaves the input alone."""
     input_rule: ScaleRule | None
+    weight_amax: float | None = None
+    """That the scales of the weight are made for; None: its own."""
+    input_amax: float | None = None
+    """That the global scale of the input is made for; None: each tensor's own."""
 
     @property
     def bytes(self) -> int:
@@ -86,6 +90,10 @@ class Layout:
     bit, all but MX"""
     decode_stored: Callable[[Mapping[str, Tensor], BlockFormat], StoredWeight] | None = None
     """Inverse of `encode_stored`, but for the sample"""
+    input_tensors: Callable[[LayerPlan], dict[str, Tensor]] = lambda _: {}
+    """What a file holds of a layer's input: name -> tensor"""
+    input_amax: Mapping[str, Callable[[Tensor, BlockFormat], float]] = field(default_factory=dict)
+    """Name of such a tensor -> inverse of `input_tensors`, up to the last bit"""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
 
@@ -107,6 +115,8 @@ def layers_of(assignment: Assignment, *, inputs: bool = False) -> dict[str, Laye
             weight_rule=assignment.rule("weight", weight),
             input=(own := of_input.get(layer)),
             input_rule=None if own is None else assignment.rule("input", own),
+            weight_amax=assignment.amax_of_weight(layer),
+            input_amax=None if own is None else assignment.amax_of_input(layer),
         )
         for layer, weight in assignment.block_formats("weight").items()
     }

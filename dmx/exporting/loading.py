@@ -6,7 +6,7 @@ decoded weight again gives the same values: they lie on the grid already.
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,9 @@ def load_exported(
         assignment.check(model)
     else:
         assignment = read_assignment(body, model)
-    stored = _fill(model, folder, layout, assignment)
+    stored, input_amax = _fill(model, folder, layout, assignment)
+    if input_amax and assignment.input_amax is None:
+        assignment = replace(assignment, input_amax=input_amax)
     if stored:
         in_order = {name: stored[name] for name in assignment.quantized}
         content = to_bytes(in_order, "files")
@@ -113,13 +115,16 @@ def load_exported(
 
 def _fill(
     model: Any, folder: Path, layout: Layout, assignment: Assignment
-) -> dict[str, StoredWeight]:
+) -> tuple[dict[str, StoredWeight], dict[str, float]]:
     """Put the files' values into the model, strictly: nothing missing, nothing left over.
 
     Returns:
-        The quantized weights as the files hold them; {} where all are in MX formats.
+        The quantized weights as the files hold them, {} where all are in MX formats; layer -> what the
+        global scale of its input is made for.
     """
     formats = assignment.block_formats("weight")
+    of_inputs = assignment.block_formats("input")
+    input_amax: dict[str, float] = {}
     waiting: dict[str, dict[str, Tensor]] = {layer: {} for layer in formats}
     state = dict(model.state_dict())
     left = set(state)
@@ -139,6 +144,8 @@ def _fill(
                 if layout.decode_stored is not None and keeps:
                     stored[layer] = layout.decode_stored(tensors, formats[layer])
                     stored[layer].sample = sample_of(weight)
+        elif layer in of_inputs and last in layout.input_amax:
+            input_amax[layer] = layout.input_amax[last](tensor, of_inputs[layer])
         elif name in state:
             _copy(state, name, tensor)
             left.discard(name)
@@ -151,7 +158,7 @@ def _fill(
             f"{folder}: tensors are missing for {', '.join([*missing, *waiting][:3])}. Get the "
             "files again."
         )
-    return stored
+    return stored, input_amax
 
 
 def _decode(layout: Layout, tensors: Mapping[str, Tensor], block_format: Any) -> Tensor:

@@ -6,8 +6,11 @@ It is made and checked once, from the assignment alone; the tensors of a model a
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torch import nn
+
+from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
@@ -17,6 +20,7 @@ from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, lef
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
 from dmx.formats import BF16, check_choice
+from dmx.models.linears import fused_group
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
 
 LAYOUTS: dict[str, Layout] = {
@@ -47,6 +51,30 @@ class Plan:
     """Linear layers that stay in BF16."""
     stored: Mapping[str, StoredWeight]
     """Weights that are written as the assignment keeps them; others are rounded to nearest."""
+
+    def for_model(self, model: nn.Module) -> "Plan":
+        """With what depends on the weights: scales that the runtime has one of for a fused group.
+
+        Warns:
+            The assignment in the folder is then another than the one that was given.
+        """
+        if not self._must_share() or shares_scales(self.assignment):
+            return self
+        groups = sharing_groups(self.assignment)
+        warnings.warn(
+            f"{_setting(self.target, self.profile)}: the NVFP4 weights of {len(groups)} fused groups get one "
+            "global scale each, as the runtime has it, and round otherwise than the assignment says so far; "
+            "the assignment in the folder says it (weight_amax). search.target=vllm or dmx.share_scales "
+            "do it beforehand.",
+            stacklevel=2,
+        )
+        shared = share_scales(model, self.assignment)
+        return replace(self, assignment=shared, layers=layers_of(shared, inputs=self.inputs))
+
+    def _must_share(self) -> bool:
+        return (
+            self.layout is not None and TARGETS[target_key(self.target, self.profile)].shares_scales
+        )
 
     @property
     def transform(self) -> str:
@@ -136,13 +164,17 @@ def target_key(target: str, profile: str | None) -> str:
     return target if profile is None else f"{target}, profile {profile}"
 
 
+def _setting(target: str, profile: str | None) -> str:
+    return f"target={target}" + (f", profile={profile}" if profile else "")
+
+
 def check_holds(
     assignment: Assignment, target: str, profile: str | None, *, inputs: bool = False
 ) -> None:
     """Raise FormatError unless the target holds every format; says which layers, and which can."""
     holds = TARGETS[target_key(target, profile)]
     formats = assignment.formats
-    setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    setting = _setting(target, profile)
     refused = {n: f for n, f in formats.items() if f != "bf16" and f not in holds.formats}
     if refused:
         rest = assignment.unquantized
@@ -163,11 +195,34 @@ def check_holds(
             f"product each); {len(split)} groups are split, first {split[0]}. Use "
             "profile=transformers, or search again with search.units=fused."
         )
+    if holds.shares_scales:
+        _check_scales(assignment, setting, inputs)
     if inputs:
         _check_unequal(assignment, target, profile)
         _check_no_lone_inputs(assignment)
     for layer, block_format in assignment.block_formats("weight").items():
         check_in_features(layer, assignment.shapes[layer][1], block_format)
+
+
+def _check_scales(assignment: Assignment, setting: str, inputs: bool) -> None:
+    """Raise FormatError where layers of a fused group have global scales that differ and cannot be shared."""
+    if not shares_scales(assignment) and stored_weights(assignment):
+        group, layers = next(iter(sharing_groups(assignment).items()))
+        raise FormatError(
+            f"{setting} has one global scale for the NVFP4 weights of each fused group, and those of the "
+            f"assignment are stored with one for each layer, first {group} ({len(layers)} layers). Use "
+            "profile=transformers; or share the scales before the weights are made: search.target=vllm, or "
+            "dmx.share_scales(model, assignment)."
+        )
+    seen: dict[str, tuple[str, float | None]] = {}
+    for layer in assignment.block_formats("input") if inputs else ():
+        amax = assignment.amax_of_input(layer)
+        first, known = seen.setdefault(fused_group(layer), (layer, amax))
+        if amax != known:
+            raise FormatError(
+                f"{setting}, inputs=true: {first} and {layer} read one input, and input_amax says {known} and "
+                f"{amax}; the runtime has one. Measure again: dmx.calibrate_inputs(model, assignment, batches)."
+            )
 
 
 def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> None:
@@ -177,7 +232,7 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
     if not refused:
         return
     layer, (weight, of_input) = next(iter(refused.items()))
-    setting = f"target={target}" + (f", profile={profile}" if profile else "")
+    setting = _setting(target, profile)
     if of_input is BF16:
         way_out = "inputs=false"
         if target == "torchao":
@@ -221,11 +276,13 @@ def _choose_profile(
     if profile is not None:
         check_choice(profile, PROFILES, "profile")
         return profile
-    for name in PROFILES:
+    for name in PROFILES[:-1]:
         loader = _own_loader(target, name)
         given = assignment.input_formats if inputs else None
         holds = TARGETS[target_key(target, name)]
-        if not obstacles(assignment.formats, holds, loader, assignment.unquantized, given):
+        refused = obstacles(assignment.formats, holds, loader, assignment.unquantized, given)
+        fixed = bool(stored_weights(assignment)) and not shares_scales(assignment)
+        if not refused and not (holds.shares_scales and fixed):
             return name
     return PROFILES[-1]
 

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmx.applying.stored import StoredWeight
 from dmx.errors import AssignmentError
-from dmx.exporting.layouts import TensorSpec
+from dmx.exporting.layouts import LayerPlan, TensorSpec
+from dmx.exporting.packing import check_finite
 from dmx.exporting.plan import Plan
 from dmx.exporting.writing import Part
 
@@ -80,17 +82,27 @@ def _copy(name: str, tensor: Tensor, dtype: torch.dtype) -> Callable[[], dict[st
 def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
     assert plan.layout is not None
     layout, layer, stored = plan.layout, plan.layers[name], plan.stored.get(name)
-    specs = layout.specs(layer.weight, layer.shape)
+    of_input = layout.input_tensors(layer)
+    specs = layout.specs(layer.weight, layer.shape) | {
+        part: TensorSpec(tensor.dtype, tuple(tensor.shape)) for part, tensor in of_input.items()
+    }
 
     def make() -> dict[str, Tensor]:
         source = weight.detach().to(torch.bfloat16)
         if stored is not None:
             stored.check(source, name)
-            if not layer.weight.is_mx:
-                assert layout.encode_stored is not None
-                return {f"{name}.{p}": t for p, t in layout.encode_stored(stored).items()}
-            source = stored(source)  # on the grid: the codes below are those that were stored
-        encoded = layout.encode(source, layer.weight, layer.weight_rule)
-        return {f"{name}.{part}": tensor for part, tensor in encoded.items()}
+        if layer.weight.is_mx:
+            # On the grid: the codes are those that were stored.
+            source = source if stored is None else stored(source)
+            encoded = layout.encode(source, layer.weight, layer.weight_rule)
+        else:
+            assert layout.encode_stored is not None
+            encoded = layout.encode_stored(stored or _rounded(source, layer))
+        return {f"{name}.{part}": tensor for part, tensor in {**encoded, **of_input}.items()}
 
     return Part({f"{name}.{part}": spec for part, spec in specs.items()}, make)
+
+
+def _rounded(weight: Tensor, layer: LayerPlan) -> StoredWeight:
+    check_finite(weight)
+    return StoredWeight.of(weight, weight, layer.weight, layer.weight_rule, layer.weight_amax)

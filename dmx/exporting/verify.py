@@ -78,7 +78,12 @@ def check_files(folder: Path, plan: Plan, plain: Mapping[str, TensorSpec]) -> di
         for name, layer in plan.layers.items()
         for part, spec in plan.layout.specs(layer.weight, layer.shape).items()
     }
-    expected = {**plain, **quantized}
+    of_inputs = {
+        f"{name}.{part}": TensorSpec(tensor.dtype, tuple(tensor.shape))
+        for name, layer in plan.layers.items()
+        for part, tensor in plan.layout.input_tensors(layer).items()
+    }
+    expected = {**plain, **quantized, **of_inputs}
     for name in sorted(expected.keys() | there.keys()):
         if expected.get(name) != there.get(name):
             raise RunError(

@@ -218,11 +218,13 @@ def fake_quant_to(
     block_format: str | BlockFormat,
     *,
     scale_rule: ScaleRule | None = None,
+    amax: float | None = None,
 ) -> Tensor:
     """`fake_quant` of x along the last axis, converted to the dtype of `out` as it is written there.
 
     Args:
         x, out: fp32, bf16 or fp16, of one shape and device, both contiguous.
+        amax: as of `fake_quant`.
     """
     block_format, axis, rule = _checked(x, block_format, -1, scale_rule)
     check_input(out)
@@ -234,9 +236,10 @@ def fake_quant_to(
     if not (x.is_contiguous() and out.is_contiguous()):
         raise ValueError("x and out must be contiguous")
     if backend_of(x, block_format, rule) == "triton":
-        kernels = _triton_mx() if block_format.is_mx else _triton_scaled()
-        return kernels.fake_quant_to(x, out, block_format, rule)
-    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=rule))
+        if block_format.is_mx:
+            return _triton_mx().fake_quant_to(x, out, block_format, rule)
+        return _triton_scaled().fake_quant_to(x, out, block_format, rule, amax)
+    return out.copy_(fake_quant(x, block_format, axis=axis, scale_rule=rule, amax=amax))
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
+from dmx.applying.sharing import share_scales
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
@@ -151,8 +152,11 @@ def search(
         budget=budget,
         search=config.summary(),
     )
+    assignment = outcome.transform.attach(assignment, model)
+    if config.target != "any" and SEARCH_TARGETS[config.target].shares_scales:
+        assignment = share_scales(model, assignment)
     return SearchResult(
-        assignment=outcome.transform.attach(assignment, model),
+        assignment=assignment,
         units=tuple(u.name for u in space.units),
         preference=outcome.preference,
         seconds=job.clock.seconds,

@@ -122,11 +122,19 @@ class GraphedColumns:
         return graph, inputs, results
 
 
-def fixed_amax(weight: Tensor, block_format: BlockFormat) -> Tensor | None:
+def fixed_amax(
+    weight: Tensor, block_format: BlockFormat, stated: float | None = None
+) -> Tensor | None:
     """What the scales of a weight (out, in) take from the whole of it: None (MX), its amax, 0-d (nvfp4), or
-    that of each row, (out, 1) (fp8)."""
+    that of each row, (out, 1) (fp8).
+
+    Args:
+        stated: what the assignment says that they are made for.
+    """
     if block_format.is_mx:
         return None
+    if stated is not None:
+        return weight.new_tensor(stated, dtype=torch.float32)
     magnitudes = weight.detach().float().abs()
     return magnitudes.amax() if block_format.block_size else magnitudes.amax(1, keepdim=True)
 
@@ -154,6 +162,7 @@ def round_weight(
     scale_rule: ScaleRule,
     *,
     by: RoundColumns = round_columns,
+    amax: float | None = None,
 ) -> Tensor:
     """Round one weight, or the stacked weights of layers that share their input: in formats without a
     scale of the whole tensor.
@@ -161,13 +170,14 @@ def round_weight(
     Args:
         weight: (out, in) fp32, bf16 or fp16. factor: (in, in) float32 of `inverse_factor`.
         by: rounds the columns of a block; a `GraphedColumns` gives the same bits sooner on a GPU.
+        amax: that scales are made for; None: the weight's own.
 
     Returns:
         (out, in) float32, values of the format; `fake_quant` by it, the rule and the `fixed_amax` of the
         weight gives the same.
     """
     element, size = block_format.element, block_format.block_size or BLOCK_SIZE
-    amax = fixed_amax(weight, block_format)
+    fixed = fixed_amax(weight, block_format, amax)
     free = weight.detach().float().T.contiguous()  # (in, out): a column of the weight is a row
     rounded, columns = torch.empty_like(free), len(free)
     for start in range(0, columns, LAZY_COLUMNS):
@@ -176,10 +186,10 @@ def round_weight(
         for first in range(start, end, size):
             last = min(first + size, end)
             block, own = free[first:last], factor[first:last, first:last]
-            units, scale = _to_units(block, block_format, scale_rule, amax)
+            units, scale = _to_units(block, block_format, scale_rule, fixed)
             values, error = by(units, own, element)
             values, error = values * scale, error * scale
-            ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule, amax=amax)
+            ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule, amax=fixed)
             again = torch.linalg.solve_triangular(own.T, block - ruled, upper=False)
             error = torch.where((ruled != values).any(0), again, error)
             rounded[first:last], errors[first - start : last - start] = ruled, error

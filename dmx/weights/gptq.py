@@ -110,7 +110,9 @@ class _Rounding:
         by_format: dict[tuple[BlockFormat, str], list[str]] = {}
         for name in names:
             block_format = self.formats[name]
-            alone = name if block_format.scale.global_bits else ""  # of a tensor, not of several
+            # A scale of a whole tensor is not one of several.
+            own_scale = block_format.scale.global_bits or self.assignment.amax_of_weight(name)
+            alone = name if own_scale else ""
             by_format.setdefault((block_format, alone), []).append(name)
         for (block_format, _), together in by_format.items():
             rule = self.assignment.rule("weight", block_format)
@@ -118,12 +120,15 @@ class _Rounding:
             target = torch.cat(weights).float()
             if seen.cross is not None:
                 target = corrected_weight(target, factor, seen.cross)
-            rounded = round_weight(target, factor, block_format, rule, by=self.round_columns)
+            stated = self.assignment.amax_of_weight(together[0])
+            rounded = round_weight(
+                target, factor, block_format, rule, by=self.round_columns, amax=stated
+            )
             sizes = [len(weight) for weight in weights]
             for name, weight, own, wanted in zip(
                 together, weights, rounded.split(sizes), target.split(sizes), strict=True
             ):
-                amax = fixed_amax(wanted, block_format)
+                amax = fixed_amax(wanted, block_format, stated)
                 stored = StoredWeight.of(own, weight, block_format, rule, amax)
                 self._set(part, name, stored)
 

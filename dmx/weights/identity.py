@@ -18,6 +18,7 @@ def weights_fingerprint(model: nn.Module, assignment: Assignment, facts: dict[st
         "scale_rules": {k: dict(v) for k, v in assignment.scale_rules.items()},
         "transform": assignment.transform and dict(assignment.transform),
         **({"input_amax": dict(assignment.input_amax)} if assignment.input_amax else {}),
+        **({"weight_amax": dict(assignment.weight_amax)} if assignment.weight_amax else {}),
         **model_fingerprint(model),
     }  # fmt: skip
     return sha256(json.dumps(body, sort_keys=True).encode())

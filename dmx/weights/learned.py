@@ -491,6 +491,7 @@ def _store(
     for name, block_format in assignment.block_formats("weight").items():
         rule = assignment.rule("weight", block_format)
         wide = weights[name].to(device, torch.float32)
-        stored[name] = StoredWeight.of(wide, wide, block_format, rule)
+        amax = assignment.amax_of_weight(name)
+        stored[name] = StoredWeight.of(wide, wide, block_format, rule, amax)
         stored[name].sample = samples[name]
     return stored

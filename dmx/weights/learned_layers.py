@@ -41,6 +41,8 @@ class Segment:
     start: int
     shape: tuple[int, int]
     """Whole rows of blocks; of several weights together (blocks, 32), in MX formats."""
+    amax: float | None = None
+    """That scales are made for, other than in MX formats; None: the weight's own."""
 
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + prod(self.shape)].view(self.shape)
@@ -103,7 +105,7 @@ class Masters(FlatWeights):
         self.segments: list[Segment] = []
         for name in in_order:
             start, shape = self.places[name]
-            self._add_segment(Segment(*kinds[name], start, shape))
+            self._add_segment(Segment(*kinds[name], start, shape, assignment.amax_of_weight(name)))
 
     def _add_segment(self, new: Segment) -> None:
         """Joins it to the one before where blocks stay blocks."""
@@ -136,6 +138,7 @@ class Masters(FlatWeights):
                 segment.of(self.seen),
                 segment.block_format,
                 scale_rule=segment.scale_rule,
+                amax=segment.amax,
             )
 
     def descent(self) -> Tensor:
