@@ -35,6 +35,8 @@ class Loader:
     needs_fused_units: bool = False
     shares_scales: bool = False
     """It has one global scale for the NVFP4 weights of a fused group, and one for their input."""
+    rotates_inputs: bool = False
+    """It rotates inputs at run time where the files ask for it."""
     input_formats: frozenset[str] = frozenset()
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
     notes: tuple[str, ...] = ()
@@ -62,13 +64,21 @@ _VLLM = "vLLM >= 0.33"
 
 TARGETS: dict[str, Target] = {
     "assignment.json": Target(
-        _DMX_FORMATS, (Loader("dmx", _DMX_FORMATS, "dmx", input_formats=_DMX_FORMATS),)
+        _DMX_FORMATS,
+        (Loader("dmx", _DMX_FORMATS, "dmx", rotates_inputs=True, input_formats=_DMX_FORMATS),),
     ),
     "compressed_tensors, profile vllm": Target(
         _CT_VLLM,
         (
             Loader("transformers", _CT_VLLM, _CT, input_formats=_CT_INPUTS),
-            Loader("vLLM", _CT_VLLM, _VLLM, needs_fused_units=True, shares_scales=True),
+            Loader(
+                "vLLM",
+                _CT_VLLM,
+                _VLLM,
+                needs_fused_units=True,
+                shares_scales=True,
+                rotates_inputs=True,
+            ),
         ),
         needs_fused_units=True,
     ),
@@ -124,12 +134,15 @@ def obstacles(
     loader: Loader,
     unquantized: Iterable[str] = (),
     inputs: Mapping[str, str] | None = None,
+    *,
+    is_rotated: bool = False,
 ) -> list[str]:
     """Why `loader` cannot read this assignment from `target`; empty when it can.
 
     Args:
         formats, unquantized: those of a whole assignment.
         inputs: its input_formats, where inputs are quantized, too; those in bf16 are left alone anywhere.
+        is_rotated: its inputs are rotated at run time.
     """
     used = set(formats.values()) - {"bf16"}
     reasons = []
@@ -140,6 +153,8 @@ def obstacles(
     fused = target.needs_fused_units or loader.needs_fused_units
     if fused and (split := split_groups(formats, unquantized)):
         reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
+    if is_rotated and not loader.rotates_inputs:
+        reasons.append(f"{loader.name} does not rotate inputs")
     unequal = {k: f for k, f in (inputs or {}).items() if f not in (formats[k], "bf16")}
     if unheld := sorted(set(unequal.values()) - loader.input_formats):
         reasons.append(

@@ -39,6 +39,35 @@ def rows_of(model: Any, tokens: Tensor, kept: int) -> dict[str, Tensor]:
     return {"logits": torch.cat(logits), "losses": torch.stack(losses).cpu()}
 
 
+def rotate_inputs(model: Any, folder: Path) -> set[str]:
+    """Has compressed-tensors rotate inputs as the folder's transform_config says, which transformers ignores.
+
+    Matrices are those of the files over the root of their size, as vLLM takes them.
+
+    Returns:
+        Names of the tensors of the files that were used.
+    """
+    from compressed_tensors.transform import TransformConfig, apply_transform_config
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    groups = config["transform_config"]["config_groups"]
+    for group in groups.values():  # the weights in the files are rotated already
+        group["apply"] = [one for one in group["apply"] if one["location"] == "input"]
+    apply_transform_config(model, TransformConfig(config_groups=groups))
+    dense = tuple(f".{name}_input" for name, g in groups.items() if g["type"] == "random-matrix")
+    modules = {n: m for n, m in model.named_modules() if dense and n.endswith(dense)}
+    used = set()
+    for path in folder.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            module = modules.get(name.removesuffix(".weight"))
+            if module is not None:
+                module.weight.data.copy_(tensor / tensor.shape[0] ** 0.5)
+                used.add(name)
+    if missing := {f"{name}.weight" for name in modules} - used:
+        raise KeyError(f"matrices are missing: {sorted(missing)[:3]}")
+    return used
+
+
 def main(job_file: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -54,6 +83,9 @@ def main(job_file: str) -> None:
             output_loading_info=True,
         )
         model, info = loaded
+        if job["rotates"]:
+            used = rotate_inputs(model, Path(job["folder"]))
+            info["unexpected_keys"] = set(info["unexpected_keys"]) - used
         model = model.to(job["device"]).eval()
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
         rows = rows_of(model, load_file(job["tokens"])["tokens"], job["kept"])

@@ -71,10 +71,13 @@ def _bits_table(plan: Plan) -> list[str]:
     ]
 
 
-def _verification(facts: dict[str, Any]) -> list[str]:
+def _verification(facts: dict[str, Any], *, rotates: bool) -> list[str]:
     measured = facts["verification"]
     if measured is None:
         return ["**Not verified**: this folder was written with `verify=false`."]
+    why = "the loader scales inputs by its own rule"
+    if rotates:
+        why = "inputs are rotated in float32, here by a matrix in bf16"
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     lines = [f"Loaded in a fresh process with {measured['loader']} ({versions}):", ""]
     if measured["equal"]:
@@ -87,9 +90,18 @@ def _verification(facts: dict[str, Any]) -> list[str]:
             f"- logits differ from the fake-quantized model's by up to "
             f"{measured['max_difference']:.4g}; KL {measured['kl']:.3e} nats/token; loss "
             f"{measured['loss']:.6f} against {measured['reference_loss']:.6f} nats/token on "
-            f"{measured['tokens']} tokens: the loader scales inputs by its own rule"
+            f"{measured['tokens']} tokens: {why}"
         ]
     return lines
+
+
+def _rotation_text(plan: Plan) -> list[str]:
+    return [
+        "",
+        f"**Inputs are rotated at run time** (transform `{plan.transform}`, `transform_config` of config.json): "
+        "vLLM does it, on one tensor-parallel rank. transformers ignores that key without a word and gives wrong "
+        "logits. What was checked below is compressed-tensors' own application of it.",
+    ]
 
 
 def _bytes_text(size: Mapping[str, int]) -> str:
@@ -116,6 +128,21 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
     return f"Weights {made} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
 
 
+def _how_to_load(plan: Plan) -> list[str]:
+    assert plan.layout is not None
+    if plan.rotation is not None:
+        return ["```sh", "vllm serve <this folder>", "```"]
+    return [
+        "```python",
+        f"# pip install transformers {' '.join(plan.layout.packages)}",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="bfloat16")',
+        'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
+        "```",
+    ]
+
+
 def model_card(plan: Plan, facts: dict[str, Any]) -> str:
     """Of a folder with weights; `facts` are those that the export writes beside it."""
     assert plan.layout is not None
@@ -136,6 +163,8 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
     lines += [_bytes_text(facts["bytes"])]
     if assignment.weights:
         lines += ["", _weights_text(assignment.weights)]
+    if plan.rotation is not None:
+        lines += _rotation_text(plan)
     if facts["head_apart"]:
         lines += [
             "",
@@ -146,13 +175,7 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
         "",
         "## How to load it",
         "",
-        "```python",
-        f"# pip install transformers {' '.join(plan.layout.packages)}",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="bfloat16")',
-        'tokenizer = AutoTokenizer.from_pretrained("<this folder>")',
-        "```",
+        *_how_to_load(plan),
         "",
         "`dmx.load_exported(folder)` gives fake-quantized modules of the same files.",
         "",
@@ -162,7 +185,7 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
         "",
         "## What was checked",
         "",
-        *_verification(facts),
+        *_verification(facts, rotates=plan.rotation is not None),
         "- every tensor's name, dtype and shape against `assignment.json`",
         "",
         NOT_CHECKED,

@@ -16,8 +16,9 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
-from dmx.exporting.plan import Plan, make_plan
+from dmx.exporting.plan import Plan, check_biases, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
+from dmx.exporting.rotating import KEY, transform_config
 from dmx.exporting.tensors import is_head_apart, plan_tensors
 from dmx.exporting.verify import Verification, check_files, check_loading
 from dmx.exporting.writing import check_disk_space, new_folder, write_tensors
@@ -114,6 +115,7 @@ def check_model(plan: Plan, model: nn.Module, folder: str | Path) -> None:
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     plan.assignment.check(model)
+    check_biases(plan, model)
     if plan.layout is not None:
         check_disk_space(Path(folder).parent, plan_tensors(model, plan).parts)
 
@@ -167,7 +169,10 @@ def _write_weights(
     tensors = plan_tensors(model, plan)
     metadata = layout.metadata(plan.layers, list(tensors.plain))
     total = write_tensors(tensors.parts, folder, metadata, max_shard_bytes)
-    _write_config(model, folder, layout.config(plan.layers, plan.kept), is_head_apart(model, plan))
+    config = layout.config(plan.layers, plan.kept)
+    if plan.rotation is not None:
+        config[KEY] = transform_config(plan.rotation, plan.layers)
+    _write_config(model, folder, config, is_head_apart(model, plan))
     return {"total": total, **check_files(folder, plan, tensors.plain)}
 
 

@@ -22,6 +22,9 @@ from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.layouts import Layout
 from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
+from dmx.exporting.rotating import read_transform, rotation_names
+from dmx.transforms.block import BlockRotation
+from dmx.transforms.stage import Transform
 
 FROM_FILES = "files"
 """What an assignment's `weights` are called that are the bytes of files."""
@@ -99,7 +102,13 @@ def load_exported(
         assignment.check(model)
     else:
         assignment = read_assignment(body, model)
-    stored, input_amax = _fill(model, folder, layout, assignment)
+    names = rotation_names(body["quantization_config"])
+    matrices = (
+        {names[name]: tensor for name, tensor in _tensors(folder) if name in names} if names else {}
+    )
+    transform = read_transform(body["quantization_config"], matrices, assignment.quantized)
+    stored, input_amax = _fill(model, folder, layout, assignment, transform, set(names))
+    assignment = transform.attach(assignment, model)
     if input_amax and assignment.input_amax is None:
         assignment = replace(assignment, input_amax=input_amax)
     if stored:
@@ -114,9 +123,18 @@ def load_exported(
 
 
 def _fill(
-    model: Any, folder: Path, layout: Layout, assignment: Assignment
+    model: Any,
+    folder: Path,
+    layout: Layout,
+    assignment: Assignment,
+    transform: Transform,
+    others: set[str],
 ) -> tuple[dict[str, StoredWeight], dict[str, float]]:
     """Put the files' values into the model, strictly: nothing missing, nothing left over.
+
+    Args:
+        transform: that weights in the files were rotated by; in the model they are rotated back.
+        others: tensors of the files that are not the model's.
 
     Returns:
         The quantized weights as the files hold them, {} where all are in MX formats; layer -> what the
@@ -130,8 +148,10 @@ def _fill(
     left = set(state)
     stored: dict[str, StoredWeight] = {}
     # Decoded and quantized again, other formats than MX would not give the same values to the bit.
-    keeps = any(not f.is_mx for f in formats.values())
+    keeps = transform.name != "none" or any(not f.is_mx for f in formats.values())
     for name, tensor in _tensors(folder):
+        if name in others:
+            continue
         layer, _, last = name.rpartition(".")
         if layer in waiting and last in layout.specs(formats[layer], assignment.shapes[layer]):
             waiting[layer][last] = tensor
@@ -139,7 +159,12 @@ def _fill(
             if len(waiting[layer]) == len(specs):
                 tensors = waiting.pop(layer)
                 weight = _decode(layout, tensors, formats[layer])
-                _copy(state, f"{layer}.weight", weight)
+                back = weight
+                if transform.rotates(layer):
+                    back = BlockRotation(transform.rotation(layer).mT.contiguous()).of_weight(
+                        weight
+                    )
+                _copy(state, f"{layer}.weight", back)
                 left.discard(f"{layer}.weight")
                 if layout.decode_stored is not None and keeps:
                     stored[layer] = layout.decode_stored(tensors, formats[layer])

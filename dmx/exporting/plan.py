@@ -21,7 +21,7 @@ from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
 from dmx.formats import BF16, check_choice
 from dmx.models.linears import fused_group
-from dmx.transforms.stage import RUN_TIME_TRANSFORMS
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, torchao.LAYOUT)
@@ -49,6 +49,8 @@ class Plan:
     """The layers that are quantized."""
     kept: tuple[str, ...]
     """Linear layers that stay in BF16."""
+    rotation: Transform | None
+    """That the runtime does to inputs; None: none."""
     stored: Mapping[str, StoredWeight]
     """Weights that are written as the assignment keeps them; others are rounded to nearest."""
 
@@ -105,7 +107,7 @@ def make_plan(
     """
     check_choice(target, EXPORT_TARGETS, "target")
     profile = _choose_profile(assignment, target, profile, inputs)
-    _check_transform(assignment, target)
+    _check_transform(assignment, target, profile)
     layout = LAYOUTS.get(target)
     layers = layers_of(assignment, inputs=inputs)
     if layout is not None:
@@ -132,6 +134,7 @@ def make_plan(
         layout=layout,
         layers=layers,
         kept=tuple(left_in_bf16(assignment)),
+        rotation=Transform.of(assignment) if layout and _is_rotated(assignment) else None,
         stored={} if layout is None else stored_weights(assignment),
     )
 
@@ -276,6 +279,8 @@ def _choose_profile(
     if profile is not None:
         check_choice(profile, PROFILES, "profile")
         return profile
+    if _is_rotated(assignment):
+        return PROFILES[0]
     for name in PROFILES[:-1]:
         loader = _own_loader(target, name)
         given = assignment.input_formats if inputs else None
@@ -287,8 +292,28 @@ def _choose_profile(
     return PROFILES[-1]
 
 
-def _check_transform(assignment: Assignment, target: str) -> None:
-    """Raise FormatError for what a target cannot hold: only folded weights are like any others."""
+def _is_rotated(assignment: Assignment) -> bool:
+    """Whether inputs are rotated at run time."""
+    return (assignment.transform or {}).get("name") in RUN_TIME_TRANSFORMS
+
+
+def check_biases(plan: Plan, model: nn.Module) -> None:
+    """Raise FormatError for layers with a bias whose input is to be rotated: vLLM has no such layer."""
+    if plan.rotation is None:
+        return
+    rotated = [layer for layer in plan.layers if plan.rotation.rotates(layer)]
+    biased = [layer for layer in rotated if model.get_submodule(layer).bias is not None]
+    if biased:
+        raise FormatError(
+            f"{_setting(plan.target, plan.profile)} cannot rotate the inputs of layers with a bias "
+            f"({len(biased)} layers, first {biased[0]}): vLLM refuses them. Use target=assignment, or search "
+            "again with search.transform=hadamard_full or none, or with search.exclude for these layers."
+        )
+
+
+def _check_transform(assignment: Assignment, target: str, profile: str | None) -> None:
+    """Raise FormatError for what a target cannot hold: folded weights are like any others, and inputs are
+    rotated by vLLM alone."""
     name = (assignment.transform or {}).get("name")
     if name is None or target == "assignment":
         return
@@ -300,9 +325,21 @@ def _check_transform(assignment: Assignment, target: str) -> None:
             f"weights rotated by transform {name} ({where}). Use a target with weights, or search "
             "again with search.transform=none."
         )
-    if name in RUN_TIME_TRANSFORMS:
+    if not _is_rotated(assignment):
+        return
+    if profile == "vllm":
+        lone = [layer for layer in assignment.transformed if layer not in assignment.quantized]
+        if lone:
+            raise FormatError(
+                f"{_setting(target, profile)}: {len(lone)} layers have a weight in bf16 and a rotated input, "
+                f"first {lone[0]}; files hold the rotation of quantized layers alone. Use target=assignment, "
+                "or search again with search.choices=joint."
+            )
+    else:
+        ignored = " (transformers ignores rotations without a word)" if profile else ""
         raise FormatError(
-            f"target={target} cannot rotate inputs at run time, which transform {name} needs "
-            f"({where}). Use target=assignment for this project, or search again with "
+            f"{_setting(target, profile)} cannot rotate inputs at run time, which transform {name} needs "
+            f"({where}){ignored}. Use target=compressed_tensors with profile=vllm, target=assignment for "
+            "this project, or search again with "
             "search.transform=hadamard_full, which is folded into the weights, or none."
         )

@@ -12,6 +12,7 @@ from dmx.errors import AssignmentError
 from dmx.exporting.layouts import LayerPlan, TensorSpec
 from dmx.exporting.packing import check_finite
 from dmx.exporting.plan import Plan
+from dmx.exporting.rotating import rotation_tensors
 from dmx.exporting.writing import Part
 
 
@@ -58,6 +59,10 @@ def plan_tensors(model: nn.Module, plan: Plan) -> Tensors:
         dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
         plain[name] = TensorSpec(dtype, tuple(tensor.shape))
         parts.append(Part({name: plain[name]}, _copy(name, tensor, dtype)))
+    if plan.rotation is not None:
+        for name, matrix in rotation_tensors(plan.rotation, plan.layers).items():
+            plain[name] = TensorSpec(matrix.dtype, tuple(matrix.shape))
+            parts.append(Part({name: plain[name]}, _copy(name, matrix, matrix.dtype)))
     return Tensors(parts, plain)
 
 

@@ -11,6 +11,7 @@ float32.
 import contextlib
 import copy
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,9 +30,13 @@ from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
 from dmx.exporting.layouts import Layout, TensorSpec
 from dmx.exporting.plan import Plan
+from dmx.exporting.rotating import KEY
 from dmx.exporting.writing import read_headers
 
 KEPT_ROWS = 2
+ROTATED_MAY_DIFFER = 0.05
+"""Relative error of logits: this project rotates by matrices in bf16, compressed-tensors in float32. Without
+rotations, or with wrong ones, it is about 1."""
 DEFAULT_WINDOW = 32
 
 
@@ -46,6 +51,8 @@ class Verification:
     """Logits equal bit for bit."""
     max_difference: float
     """Largest absolute difference of a logit."""
+    relative_error: float
+    """Of logits, by their norm."""
     kl: float
     """KL(fake-quantized, loaded), token mean, nats."""
     loss: float
@@ -128,14 +135,23 @@ def check_loading(
         with applied(reference, assignment, inputs=plan.inputs, cache_weights=True):
             ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
     attention = getattr(model.config, "_attn_implementation", None)
-    theirs, report = _load_elsewhere(folder, layout, tokens, device, attention)
+    theirs, report = _load_elsewhere(
+        folder, layout, tokens, device, attention, rotates=plan.rotation is not None
+    )
     if report["problems"]:
         raise RunError(
             f"{folder}: transformers loaded it with {report['problems']}. The export is wrong; "
             "please report it."
         )
     result = _compare(ours, theirs, report, layout, tokens)
-    if not result.equal and (not plan.inputs or layout.exact_inputs):
+    if plan.rotation is not None:
+        if not plan.inputs and result.relative_error > ROTATED_MAY_DIFFER:
+            raise RunError(
+                f"{folder}: loaded in a fresh process, with inputs rotated as its {KEY} says, logits differ "
+                f"from the fake-quantized model's by {result.relative_error:.3g} of their norm. The export is "
+                "wrong; please report it."
+            )
+    elif not result.equal and (not plan.inputs or layout.exact_inputs):
         raise RunError(
             f"{folder}: loaded in a fresh process, logits differ from the fake-quantized model's "
             f"by up to {result.max_difference:.3g} and must be equal. The export is wrong; please "
@@ -151,7 +167,7 @@ def _compare(
     layout: Layout,
     tokens: Tensor,
 ) -> Verification:
-    largest = kl = 0.0
+    largest = kl = wrong = norm = 0.0
     count = 0
     for rows in zip(
         *(side["logits"].flatten(0, 1).split(64) for side in (ours, theirs)), strict=True
@@ -159,6 +175,7 @@ def _compare(
         a, b = (row.double() for row in rows)  # 64 tokens at once: float64 logits are large
         p, q = a.log_softmax(-1), b.log_softmax(-1)
         largest = max(largest, float((a - b).abs().max()))
+        wrong, norm = wrong + float((a - b).square().sum()), norm + float(a.square().sum())
         kl += float((p.exp() * (p - q)).sum())
         count += len(a)
     return Verification(
@@ -168,6 +185,7 @@ def _compare(
         equal=torch.equal(ours["logits"], theirs["logits"])
         and torch.equal(ours["losses"], theirs["losses"]),
         max_difference=largest,
+        relative_error=math.sqrt(wrong / norm) if norm else 0.0,
         kl=kl / count,
         loss=float(theirs["losses"].mean()),
         reference_loss=float(ours["losses"].mean()),
@@ -176,7 +194,13 @@ def _compare(
 
 
 def _load_elsewhere(
-    folder: Path, layout: Layout, tokens: Tensor, device: str, attention: str | None
+    folder: Path,
+    layout: Layout,
+    tokens: Tensor,
+    device: str,
+    attention: str | None,
+    *,
+    rotates: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         job_file, out = Path(scratch, "job.json"), Path(scratch, "out.safetensors")
@@ -188,6 +212,7 @@ def _load_elsewhere(
             "threads": torch.get_num_threads(),
             "attention": attention,
             "kept": KEPT_ROWS,
+            "rotates": rotates,
             "packages": layout.packages,
             "out": str(out),
         }

@@ -273,7 +273,8 @@ class SearchSettings:
                     f"{changed[0]} needs search.transform={transform}, which is {self.transform}. Set "
                     "both, or neither."
                 )
-        if self.transform in RUN_TIME_TRANSFORMS and self.target != "any":
+        rotates = self.target == "any" or SEARCH_TARGETS[self.target].rotates_inputs
+        if self.transform in RUN_TIME_TRANSFORMS and not rotates:
             raise SearchConfigError(
                 f"search.transform={self.transform} rotates inputs at run time, which no runtime of "
                 f"search.target={self.target} does. Use search.transform=hadamard_full or none, or "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dmx.assignment.targets import TARGETS, obstacles
+from dmx.transforms.stage import RUN_TIME_TRANSFORMS
 
 from .groups import Group
 from .html import Html, el, scroll_table
@@ -33,6 +34,7 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
                         loader,
                         a.get("unquantized") or (),
                         a.get("input_formats"),
+                        is_rotated=(a.get("transform") or {}).get("name") in RUN_TIME_TRANSFORMS,
                     )
                     for a in given
                 ]

@@ -169,7 +169,7 @@ def test_an_ablation_measures_the_transformed_model(run, tmp_path):
         (evaluate, ["transform=turn"], "none, hadamard_block, hadamard_full, learned"),
         (evaluate, ["transform=learned", "transform_file=gone.safetensors"], "cannot be read"),
         (search, ["search.transform=learned", "search.name=kl"], "only the differentiable search"),
-        (search, ["search.transform=hadamard_block", "search.target=vllm"], "at run time"),
+        (search, ["search.transform=hadamard_block", "search.target=transformers"], "at run time"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_weights_load(
@@ -207,8 +207,10 @@ def test_folded_rotations_are_exported_and_give_the_same_logits(make_tiny, tmp_p
         assert torch.equal(loaded(input_ids=TOKENS).logits, expected)
 
 
-@pytest.mark.parametrize("target", ["quark", "compressed_tensors", "llm_compressor"])
-def test_what_rotates_at_run_time_is_exported_to_this_project_alone(make_tiny, tmp_path, target):
+@pytest.mark.parametrize("target", ["quark", "torchao", "llm_compressor"])
+def test_what_rotates_at_run_time_is_refused_where_the_runtime_does_not(
+    make_tiny, tmp_path, target
+):
     model = make_tiny("llama").model
     assignment = uniform(model, "hadamard_block")
     with pytest.raises(FormatError, match=r"14 layers, first model\.layers\.0.*search\.transform="):

@@ -583,7 +583,7 @@ def test_fixed_layers_are_rotated_and_pass_the_gradient(tiny_trained):
         ({"transform": "haddamard_block"}, "hadamard_block"),
         ({"transform": "learned", "name": "kl"}, "only the differentiable search learns"),
         ({"rotation_file": "a.safetensors"}, "needs search.transform=learned"),
-        ({"transform": "hadamard_block", "target": "vllm"}, "rotates inputs at run time"),
+        ({"transform": "hadamard_block", "target": "vllm_quark"}, "rotates inputs at run time"),
         ({"rotation_lr": -1.0}, "search.rotation.lr"),
         ({"rotation_momentum": 1.0}, "search.rotation.momentum"),
         ({"residual_block": 0}, "search.residual_block"),
