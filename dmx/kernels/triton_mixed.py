@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmx.formats import ALL_RULES, BF16, BLOCK_SIZE, FP8, NVFP4
+from dmx.formats import BF16, BLOCK_SIZE, FP8, NVFP4
 from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.kernels.triton_line import shared_exponent
 from dmx.kernels.triton_mx import power_of_two
@@ -30,9 +30,7 @@ from dmx.kernels.triton_scaled import (
     inverse_global_scale,
     known_amax,
     launch_amax,
-    nvfp4_amax_scale,
-    nvfp4_four_over_six,
-    nvfp4_least_squares,
+    nvfp4_stored,
     quantized,
     row_amax,
     row_scale,
@@ -43,10 +41,9 @@ from dmx.kernels.triton_scaled import (
 from dmx.numerics.mixed_line import Side, format_index
 
 AT_NVFP4, AT_FP8, AT_BF16 = (tl.constexpr(format_index(f)) for f in (NVFP4, FP8, BF16))
-FOUR_OVER_SIX, MSE = (tl.constexpr(ALL_RULES.index(rule)) for rule in ("4over6", "mse"))
 LOW, HIGH = tl.constexpr(2), tl.constexpr(2 + len(Side._fields))
 """Where the fields of a side begin in a row of parameters."""
-MOST_BLOCKS = ROW_LIMIT // BLOCK_SIZE
+FEWEST_BLOCKS, MOST_BLOCKS = 4, ROW_LIMIT // BLOCK_SIZE
 """That a program holds."""
 
 
@@ -77,14 +74,7 @@ def _nvfp4_scale(magnitude, rule, inv_global, BLOCKS: tl.constexpr):
     """Scales (BLOCKS, 32) of bits of |x|, NaN where a block of 16 is not finite."""
     halves = tl.reshape(magnitude, (BLOCKS * 2, 16))
     amax_bits = tl.max(halves, axis=1)
-    amax = finite_or_zero(amax_bits)
-    stored = nvfp4_amax_scale(amax, inv_global)
-    if rule == FOUR_OVER_SIX:
-        values = halves.to(tl.float32, bitcast=True)
-        stored = nvfp4_four_over_six(values, amax, inv_global, BLOCKS * 2)
-    if rule == MSE:
-        values = halves.to(tl.float32, bitcast=True)
-        stored = nvfp4_least_squares(values, amax, inv_global, BLOCKS * 2)
+    stored = nvfp4_stored(halves, finite_or_zero(amax_bits), inv_global, rule, BLOCKS * 2)
     scale = tl.where(amax_bits < INFINITY, divided(stored, inv_global), float("nan"))
     return tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS * 2, 16)), (BLOCKS, 32))
 
@@ -105,15 +95,15 @@ def _side(magnitude, p_ptr, inv_global, of_row, BLOCKS: tl.constexpr):
         if kind == AT_NVFP4:
             scale = _nvfp4_scale(magnitude, rule, inv_global, BLOCKS)
         elif kind == AT_FP8:
-            own = row_scale(finite_or_zero(of_row))
-            scale += tl.where(of_row < INFINITY, own, float("nan"))
+            of_token = row_scale(finite_or_zero(of_row))
+            scale += tl.where(of_row < INFINITY, of_token, float("nan"))
         else:
             amax = tl.max(magnitude, axis=1)
             exponent = shared_exponent(
                 magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS
             )
-            own = tl.where(amax < INFINITY, power_of_two(exponent), float("nan"))
-            scale += own[:, None]
+            of_block = tl.where(amax < INFINITY, power_of_two(exponent), float("nan"))
+            scale += of_block[:, None]
         value, inside = quantized(x, scale, emin, emax, mantissa, max_normal)
     return value, inside
 
@@ -134,8 +124,13 @@ def _both(
     """`_side` of both formats."""
     inv_global = inverse_global_scale(number if IS_NUMBER else tl.load(amax_ptr))
     of_row = tl.max(tl.max(magnitude, axis=1), axis=0) if HOLDS_ROW else tl.load(rows_ptr + row)
-    low, low_inside = _side(magnitude, p_ptr + LOW, inv_global, of_row, BLOCKS)
-    high, high_inside = _side(magnitude, p_ptr + HIGH, inv_global, of_row, BLOCKS)
+    high, high_inside = tl.zeros((BLOCKS, 32), tl.float32), magnitude >= 0
+    low, low_inside = high, high_inside
+    # No unrolled loop: a side is a lot to compile.
+    for side in range(2):
+        low, low_inside = high, high_inside
+        side_ptr = p_ptr + LOW + side * (HIGH - LOW)
+        high, high_inside = _side(magnitude, side_ptr, inv_global, of_row, BLOCKS)
     return low, high, low_inside, high_inside
 
 
@@ -195,7 +190,7 @@ def _amax_of(x: Tensor, parameters: Tensor, amax: Tensor | float | None) -> Tens
 def _of_rows(x: Tensor, parameters: Tensor) -> tuple[Tensor, tuple[int, int], dict[str, Any]]:
     """Largest magnitudes of rows that no program holds, the grid, and how kernels are launched."""
     rows, n, _ = rows_of(x)
-    blocks = triton.next_power_of_2(-(-n // BLOCK_SIZE))
+    blocks = max(triton.next_power_of_2(-(-n // BLOCK_SIZE)), FEWEST_BLOCKS)
     largest, holds_row = x, blocks <= MOST_BLOCKS
     if not holds_row:
         blocks = MOST_BLOCKS // 4

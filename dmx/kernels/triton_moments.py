@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmx.numerics.moments import BLOCK, FACTORS, SHIFTS, Moments, Moments8, StepNumbers
+from dmx.numerics.moments import (
+    BLOCK,
+    FACTORS,
+    SHIFTS,
+    Moments,
+    Moments8,
+    StepNumbers,
+    signed_word,
+)
 
 BLOCKS, WARPS = 4, 4
 """Blocks of 256 elements that a program takes, and its warps."""
@@ -68,7 +76,7 @@ def _codes(value, scale, table_ptr, at, key, SIGNED: tl.constexpr):
     return codes.to(tl.uint8)
 
 
-@triton.jit(do_not_specialize=["n", "key0", "key1", "key2"])
+@triton.jit(do_not_specialize=["key0", "key1", "key2"])
 def _narrow_adamw_kernel(
     masters_ptr, gradient_ptr, factor_ptr, first_ptr, second_ptr,
     first_scales_ptr, second_scales_ptr, first_table_ptr, second_table_ptr,
@@ -149,7 +157,7 @@ def narrow_adamw(
             numbers.rate,
             numbers.root,
             numbers.epsilon,
-            *numbers.keys,
+            *map(signed_word, numbers.keys),
             IS_8BIT=isinstance(first, Moments8),
             BLOCKS=BLOCKS,
             num_warps=WARPS,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dmx.formats import E2M1, E4M3, NVFP4, BlockFormat, ScaleRule
+from dmx.formats import ALL_RULES, E2M1, E4M3, NVFP4, BlockFormat, ScaleRule
 from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.kernels.triton_mx import offsets_of_blocks, power_of_two
 from dmx.numerics.rounding import FP32_BIAS
@@ -47,6 +47,7 @@ CODE_SHIFT = tl.constexpr(23 - E4M3.mantissa_bits)
 CODE_BIAS = tl.constexpr((FP32_BIAS - E4M3.bias) << E4M3.mantissa_bits)
 """What the codes of E4M3 lack to be the upper bits of float32."""
 GLOBAL_TOP = tl.constexpr(E2M1.max_normal * E4M3.max_normal)
+BY_AMAX, MSE = (tl.constexpr(ALL_RULES.index(rule)) for rule in ("amax/6", "mse"))
 LEAST, LEAST_SCALE = tl.constexpr(LEAST_AMAX), tl.constexpr(LEAST_ROW_SCALE)
 FIRST_CODE, N_CODES = tl.constexpr(MSE_CODES[0]), tl.constexpr(len(MSE_CODES))
 assert tuple(range(MSE_CODES[0], MSE_CODES[-1] - 1, -1)) == MSE_CODES
@@ -107,47 +108,35 @@ def _squared_error(x, stored, inv_global, unit, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def nvfp4_four_over_six(magnitude, amax, inv_global, BLOCKS: tl.constexpr):
-    """E4M3 scales by the rule 4over6.
-
-    magnitude: (BLOCKS, 16) float32. amax: (BLOCKS,) its maximum, finite.
-    """
-    unit = _unit(amax)
-    x = magnitude * unit[:, None]
-    six, four = _mapped_to(FP4_TOP, amax, inv_global), _mapped_to(4.0, amax, inv_global)
-    by_six = _squared_error(x, six, inv_global, unit, BLOCKS)
-    # Of a block of zeros the errors are NaN, and both scales 0.
-    is_better = _squared_error(x, four, inv_global, unit, BLOCKS) < by_six
-    return tl.where(is_better, four, six)
-
-
-@triton.jit
-def nvfp4_least_squares(magnitude, amax, inv_global, BLOCKS: tl.constexpr):
-    """E4M3 scales by the rule mse; see `nvfp4_four_over_six`."""
-    unit = _unit(amax)
-    x = magnitude * unit[:, None]
-    usual = _mapped_to(FP4_TOP, amax, inv_global)
-    best, least = usual, tl.full((BLOCKS,), float("inf"), tl.float32)
-    for i in tl.static_range(N_CODES):
-        candidate = _near(usual, FIRST_CODE - i)
-        error = _squared_error(x, candidate, inv_global, unit, BLOCKS)
-        if i == 0:
-            best = candidate
-        best = tl.where(error < least, candidate, best)
-        least = tl.where(error < least, error, least)
-    return tl.where(amax > 0, best, 0.0)
-
-
-@triton.jit
 def _unit(amax):
     """2**-floor(log2 amax); subnormal ones count as 2**-127."""
     return power_of_two(127 - (amax.to(tl.int32, bitcast=True) >> 23))
 
 
 @triton.jit
-def nvfp4_amax_scale(amax, inv_global):
-    """E4M3 scales by the rule amax/6."""
-    return _mapped_to(FP4_TOP, amax, inv_global)
+def nvfp4_stored(magnitude, amax, inv_global, rule, BLOCKS: tl.constexpr):
+    """E4M3 scales of blocks by a rule, an index in ALL_RULES; see `dmx.numerics.scaled`.
+
+    magnitude: (BLOCKS, 16) bits of |x|. amax: (BLOCKS,) float32, 0 of blocks that are not finite.
+    """
+    usual = _mapped_to(FP4_TOP, amax, inv_global)
+    best = usual
+    if rule != BY_AMAX:
+        unit = _unit(amax)
+        x = magnitude.to(tl.float32, bitcast=True) * unit[:, None]
+        by_four = _mapped_to(4.0, amax, inv_global)
+        least = tl.full((BLOCKS,), float("inf"), tl.float32)
+        # No unrolled loop: the quotients of each round are a lot to compile.
+        i, rounds = 0, tl.where(rule == MSE, N_CODES, 2)
+        while i < rounds:
+            of_two = tl.where(i == 0, usual, by_four)
+            candidate = tl.where(rule == MSE, _near(usual, FIRST_CODE - i), of_two)
+            error = _squared_error(x, candidate, inv_global, unit, BLOCKS)
+            best = tl.where((error < least) | (i == 0), candidate, best)
+            least = tl.where(error < least, error, least)
+            i += 1
+        best = tl.where(amax > 0, best, 0.0)
+    return best
 
 
 @triton.jit
@@ -232,18 +221,13 @@ def _nvfp4_kernel(
     offsets, mask = offsets_of_blocks(block, n, n_blocks, RAGGED, 16)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
     bits = x.to(tl.float32).to(tl.int32, bitcast=True)
-    magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    amax_bits = tl.max(bits & 0x7FFFFFFF, axis=1)
-    amax = finite_or_zero(amax_bits)
+    magnitude = bits & 0x7FFFFFFF
+    amax_bits = tl.max(magnitude, axis=1)
     inv_global = inverse_global_scale(number if IS_NUMBER else tl.load(amax_ptr))
-    if RULE == "4over6":
-        stored = nvfp4_four_over_six(magnitude, amax, inv_global, BLOCKS)
-    elif RULE == "mse":
-        stored = nvfp4_least_squares(magnitude, amax, inv_global, BLOCKS)
-    else:
-        stored = nvfp4_amax_scale(amax, inv_global)
+    stored = nvfp4_stored(magnitude, finite_or_zero(amax_bits), inv_global, RULE, BLOCKS)
     scale = tl.where(amax_bits < INFINITY, divided(stored, inv_global), float("nan"))
-    value, _inside = quantized(magnitude, scale[:, None], FP4_EMIN, FP4_EMAX, FP4_M, FP4_TOP)
+    x = magnitude.to(tl.float32, bitcast=True)
+    value, _inside = quantized(x, scale[:, None], FP4_EMIN, FP4_EMAX, FP4_M, FP4_TOP)
     y = signed(value, bits)
     tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -347,7 +331,7 @@ def _launch_nvfp4(
         n,
         n_blocks,
         IS_NUMBER=known.is_number,
-        RULE=scale_rule,
+        RULE=ALL_RULES.index(scale_rule),
         RAGGED=n % NVFP4.block_size != 0,
         BLOCKS=blocks,
         num_warps=warps,

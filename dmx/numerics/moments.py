@@ -121,7 +121,8 @@ def step_keys(seed: int, step: int) -> tuple[int, int, int]:
     return first, second, third
 
 
-def _signed(word: int) -> int:
+def signed_word(word: int) -> int:
+    """The int32 of these 32 bits."""
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -131,12 +132,12 @@ def random_bits(start: int, n: int, key: int, device: torch.device) -> Tensor:
     hash(low word of the index ^ hash(key + high word))
     """
     salt = hashed((key + (start >> 32)) & _WORD)
-    x = torch.arange(n, dtype=torch.int32, device=device) + _signed(start & _WORD)
-    x ^= _signed(salt)
+    x = torch.arange(n, dtype=torch.int32, device=device) + signed_word(start & _WORD)
+    x ^= signed_word(salt)
     for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
         x ^= (x >> shift) & (_WORD >> shift)
         if factor is not None:
-            x *= _signed(factor)
+            x *= signed_word(factor)
     return x
 
 
