@@ -142,15 +142,21 @@ def ran(asked: argparse.Namespace, folders: Sequence[Path], tokens: Tensor) -> I
                 (place / f"{i}.json").write_text(json.dumps(job))
                 files.append(str(place / f"{i}.json"))
             outs[folder] = [Path(job["out"]) for job in jobs]
-        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
-        done = subprocess.run(
-            [str(python), str(WORKER), *files],
-            capture_output=True, text=True, cwd=name, env=environment, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise RunError(f"{python} cannot run the engine:\n{done.stderr.strip()[-2000:]}")
+        calls = [files] if asked.device == "cpu" else [[file] for file in files]
+        for call in calls:
+            _run_worker(python, call, name)
         yield outs
+
+
+def _run_worker(python: Path, jobs: Sequence[str], folder: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
+    done = subprocess.run(
+        [str(python), str(WORKER), *jobs],
+        capture_output=True, text=True, cwd=folder, env=environment, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RunError(f"{python} cannot run the engine:\n{done.stderr.strip()[-2000:]}")
 
 
 def report_of(out: Path) -> tuple[dict[str, Any], str | None]:

@@ -1,7 +1,8 @@
 """Run as a script in the engine's own environment: what vLLM makes of folders.
 
-Knows vLLM and nothing of dmx. Takes JSON jobs, one a folder, and gives each a process of its own, forked after the
-imports, which take most of the time of a small model: vLLM leaves things behind, after a failed load most of all.
+Knows vLLM and nothing of dmx. Takes JSON jobs, one a folder. Several get a process each, forked after the imports, which
+take most of the time of a small model: vLLM leaves things behind, after a failed load most of all. On a card give it one
+job: a process that saw the card cannot be forked.
 A job that failed leaves `out`.txt, with what it said. Otherwise it writes `out` (safetensors: log-probabilities of the prompts, inputs and
 outputs of every linear layer) and `out`.json (versions, scheme and kernel of each layer, bytes, speed).
 
@@ -206,6 +207,18 @@ def main(job_file: str) -> None:
     Path(job["out"] + ".json").write_text(json.dumps(report))
 
 
+def run(job_file: str) -> int:
+    """Exit code of a job; what a failed one said is left in `out`.txt."""
+    try:
+        main(job_file)
+    except Exception:
+        out = json.loads(Path(job_file).read_text())["out"]
+        Path(out + ".txt").write_text(traceback.format_exc())
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def run_apart(job_file: str) -> None:
     """The job in a process of its own."""
     sys.stdout.flush()
@@ -215,12 +228,7 @@ def run_apart(job_file: str) -> None:
         return
     code = 1
     try:
-        main(job_file)
-        code = 0
-    except BaseException:
-        out = json.loads(Path(job_file).read_text())["out"]
-        Path(out + ".txt").write_text(traceback.format_exc())
-        traceback.print_exc()
+        code = run(job_file)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -228,5 +236,7 @@ def run_apart(job_file: str) -> None:
 
 
 if __name__ == "__main__":
-    for path in sys.argv[1:]:
+    if len(sys.argv) == 2:
+        run(sys.argv[1])
+    for path in sys.argv[1:] if len(sys.argv) > 2 else ():
         run_apart(path)

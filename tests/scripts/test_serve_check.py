@@ -14,8 +14,10 @@ from filelock import FileLock
 import dmx
 from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
+from experiments.reporting.pages.engines import engines_page
 from scripts.serve_check import __main__ as serve_check
-from scripts.serve_check import compare, decoding
+from scripts.serve_check import cases, compare, decoding
+from scripts.serve_check.cases import CASES
 from tests.exporting.conftest import mixed
 
 ELEMENTS = {MXFP4: decoding.E2M1, MXFP6_E2M3: decoding.E2M3, MXFP6_E3M2: decoding.E3M2}
@@ -128,64 +130,47 @@ def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
     assert re.search("nowhere/python does not exist: `make engine-env`", capsys.readouterr().err)
 
 
+def served(**fields):
+    """A row of a record."""
+    group = {"formats": "mxfp4", "scheme": "S", "kernel": "scripts.serve_check.Mxfp4", "inputs": "mxfp4 even",
+             "asked_inputs": "mxfp4 floor", "layers": 4, "equal": 3, "within": 4, "worst": "a", "error": 2e-7,
+             "least_error_left_alone": 0.11}  # fmt: skip
+    return {
+        "folder": "ct4_wa", "groups": [group], "difference": 1e-6, "effect": 0.5, "perplexity": 9.0,
+        "perplexity_dmx": 9.1, "speed": None, "weight_bytes": None, "device": "cpu", "dtype": "float32",
+        "tolerance": 1e-5, "versions": {"vllm": "0.32.0"}, **fields,
+    }  # fmt: skip
+
+
+def test_the_page_says_what_ran_and_whose_the_products_are():
+    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "text": None,
+           "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}]}  # fmt: skip
+    page = engines_page({"engines_cpu": run})
+    assert "Of 2 folders that ran in vLLM, 1 do not load, 4 of 4 linear layers give" in page
+    assert (
+        "| ct4_wa | mxfp4 | 4 | S | scripts.serve_check.Mxfp4 | mxfp4 even | mxfp4 floor | 3 | 2e-07 | 0.11 |"
+        in page
+    )
+    assert "other does not load: ValueError: no kernel" in page
+    assert "inner products are ours" in page and "Tokens per second" not in page
+    speed = {
+        "prompt": 8,
+        "prompts": 2,
+        "new": 4,
+        "prefill_tokens_per_second": 1234.4,
+        "decode_tokens_per_second": 56.7,
+    }
+    row = served(device="NVIDIA H200", speed=speed, weight_bytes=2_000_000, peak_bytes={"process": 1, "card": 3_000_000})  # fmt: skip
+    page = engines_page({"engines_h200": run | {"rows": [row]}})
+    assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
+
+
 # ---------------------------------------------------------------- in the engine
 
 PYTHON = Path(os.environ.get("DMX_ENGINE_PYTHON", serve_check.ENVIRONMENT))
 needs_engine = pytest.mark.skipif(
     not PYTHON.is_file(), reason=f"needs an inference engine in {PYTHON}: make engine-env"
 )
-CT, QUARK = "compressed_tensors", "quark"
-FOUR_EIGHT = (MXFP4, MXFP8_E4M3)
-FOUR_TO_EIGHT = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3)
-CASES = {
-    # name: architecture, weights, formats, target, inputs
-    "ct48_w": ("llama", "nearest", FOUR_EIGHT, CT, False),
-    "ct48_wa": ("llama", "nearest", FOUR_EIGHT, CT, True),
-    "ct4_w": ("llama", "nearest", (MXFP4,), CT, False),
-    "ct8_w": ("llama", "nearest", (MXFP8_E4M3,), CT, False),
-    "ct48_gptq_w": ("llama", "gptq", FOUR_EIGHT, CT, False),
-    "ct48_learned_w": ("llama", "learned", FOUR_EIGHT, CT, False),
-    "fp8_w": ("llama", "nearest", (FP8,), CT, False),
-    "fp8_wa": ("llama", "nearest", (FP8,), CT, True),
-    "quark4668_w": ("llama", "nearest", FOUR_TO_EIGHT, QUARK, False),
-    "quark46_wa": ("llama", "nearest", (MXFP4, MXFP6_E2M3), QUARK, True),
-    "ct48_w_qwen2": ("qwen2", "nearest", FOUR_EIGHT, CT, False),  # biases
-    "quark4668_w_qwen3": ("qwen3", "nearest", FOUR_TO_EIGHT, QUARK, False),  # norms of q and k
-    "ct48_w_smollm2": ("smollm2", "nearest", FOUR_EIGHT, CT, False),  # tied embeddings
-}
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "heads": 4, "kv_heads": 2, "layers": 3}
-
-
-def spread(model):
-    """Larger weights, for log-probabilities that feel quantization."""
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            weight.data *= 8 if "lm_head" in name else 4
-    return model
-
-
-def with_weights(stage, model, assignment):
-    generator = torch.Generator().manual_seed(0)
-    batches = [torch.randint(0, 256, (2, 32), generator=generator)]
-    if stage == "gptq":
-        return dmx.gptq(model, assignment, batches)
-    if stage == "learned":
-        return dmx.learn_weights(model, assignment, batches, dmx.LearnConfig(steps=2, warmup=0))
-    return assignment
-
-
-def made(make_tiny, place):
-    """The folders of all cases; bf16 is the Llama in full precision."""
-    models = {
-        a: spread(make_tiny(a, dtype="bfloat16", **SIZES).model)
-        for a in ("llama", "qwen2", "qwen3", "smollm2")
-    }
-    models["llama"].save_pretrained(place / "bf16")
-    for name, (architecture, stage, formats, target, inputs) in CASES.items():
-        model = models[architecture]
-        assignment = with_weights(stage, model, mixed(model, formats, "fused"))
-        dmx.export(model, assignment, place / name, target=target, inputs=inputs, verify=False)
-    return place
 
 
 @pytest.fixture(scope="session")
@@ -195,13 +180,13 @@ def _engine_record(tmp_path_factory):
 
 
 @pytest.fixture
-def engine_rows(make_tiny, _engine_record):
+def engine_rows(_engine_record):
     """folder -> its row; run once for all workers."""
     with FileLock(f"{_engine_record}.lock"):
         record = _engine_record / "record.json"
         if not record.is_file():
             _engine_record.mkdir()
-            place = made(make_tiny, _engine_record)
+            cases.write_tiny(place := _engine_record)
             asked = serve_check.parse([
                 *(str(place / name) for name in CASES), "--baseline", str(place / "bf16"),
                 "--python", str(PYTHON), "--rows", "2", "--window", "64",
@@ -218,13 +203,13 @@ def test_every_linear_layer_of_the_engine_is_ours(name, engine_rows):
     row = engine_rows[name]
     assert "failed" not in row, row["failed"]
     assert serve_check.is_right(row), row["groups"]
-    architecture, _, formats, _, inputs = CASES[name]
-    assert {g["formats"] for g in row["groups"]} == {str(f) for f in formats}
+    case = CASES[name]
+    assert {g["formats"] for g in row["groups"]} == {str(f) for f in case.formats}
     assert sum(g["layers"] for g in row["groups"]) == 12
-    if not inputs:  # nothing but sums in another order
+    if not case.inputs:  # nothing but sums in another order
         assert row["difference"] < 1e-4
         assert {g["inputs"] for g in row["groups"]} == {"left alone"}
-    elif architecture == "llama":
+    else:  # a rounding that turns in one layer goes on through the others
         assert row["difference"] < 0.5 * row["effect"]
 
 

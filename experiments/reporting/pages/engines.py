@@ -1,0 +1,145 @@
+"""docs/results/engines.md: records of scripts/serve_check, exported folders in an inference engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..markdown import markdown
+
+SCHEMA = "dmx.serve_check/1"
+Run = Mapping[str, Any]
+"""A record: one engine on one machine, a row a folder."""
+OURS = "scripts.serve_check."
+LAYERS = (
+    "folder", "format", "layers", "vLLM's scheme", "kernel", "inputs", "the file asks", "equal to the bit",
+    "largest relative error", "error if inputs were left alone",
+)  # fmt: skip
+MODELS = (
+    "folder", "difference", "effect", "perplexity in the engine", "perplexity in dmx",
+)  # fmt: skip
+SPEEDS = ("folder", "prefill", "decode", "weights, MB", "peak, MB")
+
+
+def engines_page(runs: Mapping[str, Run]) -> str:
+    """A section a record.
+
+    Args:
+        runs: name -> record.
+    """
+    lines = [
+        "# engines", "", _said(list(runs.values())), "",
+        "Each linear layer is judged alone: its output in the engine against dmx's module on the engine's own input. "
+        "What the engine did with inputs is what fits its output best, of: left alone, as the file says, and in the "
+        "weight's format by each scale rule. Formats take turns, so perplexities say nothing of quality. "
+        "Which folder to make for which card: [runtimes](../runtimes.md).", "",
+    ]  # fmt: skip
+    for name, run in runs.items():
+        lines += [f"## {name.replace('_', ' ')}", "", *_section(run), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _said(runs: Sequence[Run]) -> str:
+    rows = [row for run in runs for row in run["rows"]]
+    groups = [group for row in rows if "failed" not in row for group in row["groups"]]
+    counts = {key: sum(g[key] for g in groups) for key in ("layers", "within", "equal")}
+    failed = sum("failed" in row for row in rows)
+    broken = f", {failed} do not load" if failed else ""
+    return (
+        f"Of {len(rows)} folders that ran in vLLM{broken}, {counts['within']} of {counts['layers']} linear layers give "
+        f"dmx's output within the tolerance, {counts['equal']} of them bit for bit."
+    )
+
+
+def _section(run: Run) -> list[str]:
+    good = [row for row in run["rows"] if "failed" not in row]
+    bad = [row for row in run["rows"] if "failed" in row]
+    lines = [*_where(run, good), ""]
+    lines += markdown(LAYERS, (_layer(row, group) for row in good for group in row["groups"]))
+    text = f"{run['tokens']:,} tokens of {run['text'] or 'drawn bytes'}"
+    lines += [
+        "",
+        f"The whole model, {text}, log-probabilities of each token, mean absolute difference: of the engine from dmx "
+        "with inputs as the engine has them, and, as the effect of quantization, of the engine from itself in full "
+        "precision; nats.",
+        "",
+        *markdown(MODELS, map(_model, good)),
+    ]
+    if timed := [row for row in good if row["speed"]]:
+        lines += ["", *_speeds(timed), "", *markdown(SPEEDS, map(_speed, timed))]
+    if bad:
+        lines += ["", *(f"- {row['folder']} does not load: {row['failed']}" for row in bad)]
+    return lines
+
+
+def _where(run: Run, rows: Sequence[Run]) -> list[str]:
+    """What ran on what."""
+    first = rows[0] if rows else {}
+    versions = ", ".join(f"{k} {v}" for k, v in sorted(first.get("versions", {}).items()))
+    kernels = {g["kernel"] for row in rows for g in row["groups"]}
+    stand_ins = sorted(k for k in kernels if k.startswith(OURS) or k.startswith("Emulation"))
+    lines = [
+        f"- {run['note'] or 'no note'}; {versions}; {first.get('dtype')}; {first.get('device')}"
+        + (f" ({run['processor']})" if first.get("device") == "cpu" else "")
+        + f"; tolerance of a layer {first.get('tolerance'):g}."
+    ]
+    if first.get("device") == "cpu":
+        lines.append(
+            "- vLLM's CPU build has no inner products for MX and NVFP4, and none for FP8 weights alone. Loader, names, "
+            "fused layers, schemes and the forward pass are vLLM's; the inner products are ours "
+            f"({OURS}*) or vLLM's emulation (Emulation*): {', '.join(stand_ins)}."
+        )
+    return lines
+
+
+def _layer(row: Run, group: Run) -> list[Any]:
+    alone = "left alone"
+    return [
+        row["folder"],
+        group["formats"],
+        group["layers"],
+        group["scheme"],
+        group["kernel"],
+        group["inputs"],
+        "the same" if group["asked_inputs"] == group["inputs"] else group["asked_inputs"],
+        group["equal"],
+        f"{group['error']:.2g}",
+        "" if group["inputs"] == alone else f"{group['least_error_left_alone']:.2g}",
+    ]
+
+
+def _model(row: Run) -> list[Any]:
+    effect = row["effect"]
+    return [
+        row["folder"],
+        f"{row['difference']:.2g}",
+        "" if effect is None else f"{effect:.2g}",
+        f"{row['perplexity']:.4f}",
+        f"{row['perplexity_dmx']:.4f}",
+    ]
+
+
+def _speeds(rows: Sequence[Run]) -> list[str]:
+    speed = rows[0]["speed"]
+    lines = [
+        f"Tokens per second: {speed['prompts']} prompts of {speed['prompt']} tokens at once, and {speed['new']} tokens "
+        "after each; median of three."
+    ]
+    if rows[0]["device"] == "cpu":
+        lines[0] += (
+            " On the CPU the stand-ins keep decoded weights, so this shows that folders run, and nothing of what "
+            "formats gain."
+        )
+    return lines
+
+
+def _speed(row: Run) -> list[Any]:
+    speed, weights = row["speed"], row["weight_bytes"]
+    peak = row["peak_bytes"].get("card", row["peak_bytes"]["process"])
+    return [
+        row["folder"],
+        f"{speed['prefill_tokens_per_second']:.0f}",
+        f"{speed['decode_tokens_per_second']:.1f}",
+        "" if weights is None else f"{weights / 1e6:.1f}",
+        f"{peak / 1e6:.0f}",
+    ]

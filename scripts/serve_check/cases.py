@@ -1,0 +1,146 @@
+"""Folders of every layout that we export for vLLM, to run it on: formats take turns, so they say nothing of quality.
+
+python -m scripts.serve_check.cases tiny_llama /tmp/tiny
+python -m scripts.serve_check.cases smollm2_135m_instruct_gguf /tmp/smollm2
+python -m scripts.serve_check /tmp/smollm2/ct* --baseline /tmp/smollm2/bf16 --json smollm2.json
+"""
+
+import argparse
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+import dmx
+from dmx.assignment.assignment import Assignment, make_assignment
+from dmx.assignment.space import build_space
+from dmx.formats import (
+    FP8,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    BlockFormat,
+)
+from dmx.models import ModelConfig, TinyConfig, load_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+FOUR_EIGHT = (MXFP4, MXFP8_E4M3)
+FOUR_TO_EIGHT = (MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3)
+TINY = {"hidden_size": 256, "intermediate_size": 512, "heads": 4, "kv_heads": 2, "layers": 3}
+"""The least that vLLM's attention and its kernels on a CPU take."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is exported."""
+
+    formats: tuple[BlockFormat, ...]
+    """In turn, a fused group as one."""
+    target: str
+    inputs: bool = False
+    weights: str = "nearest"
+    """nearest, gptq, learned; the last for a few steps."""
+    architecture: str = "llama"
+    """Of the tiny model."""
+
+
+CT, QUARK = "compressed_tensors", "quark"
+CASES = {
+    "ct4_w": Case((MXFP4,), CT),
+    "ct8_w": Case((MXFP8_E4M3,), CT),
+    "ct48_w": Case(FOUR_EIGHT, CT),
+    "ct48_wa": Case(FOUR_EIGHT, CT, inputs=True),
+    "ct48_gptq_w": Case(FOUR_EIGHT, CT, weights="gptq"),
+    "ct48_learned_w": Case(FOUR_EIGHT, CT, weights="learned"),
+    "fp8_w": Case((FP8,), CT),
+    "fp8_wa": Case((FP8,), CT, inputs=True),
+    "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
+    "quark46_wa": Case((MXFP4, MXFP6_E2M3), QUARK, inputs=True),
+    "ct48_w_qwen2": Case(FOUR_EIGHT, CT, architecture="qwen2"),  # biases
+    "quark4668_w_qwen3": Case(FOUR_TO_EIGHT, QUARK, architecture="qwen3"),  # norms of q and k
+    "ct48_w_smollm2": Case(FOUR_EIGHT, CT, architecture="smollm2"),  # tied embeddings
+}
+OF_TINY_ALONE = ("ct48_learned_w", "ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
+
+
+def in_turn(model: nn.Module, formats: Iterable[BlockFormat]) -> Assignment:
+    """Formats one after another, in the order of the units."""
+    formats = tuple(formats)
+    space = build_space(model, formats, units="fused")
+    return make_assignment(space, np.arange(len(space.units)) % len(formats), model)
+
+
+def assigned(case: Case, model: nn.Module, vocabulary: int) -> Assignment:
+    """The case's assignment, with its weights."""
+    assignment = in_turn(model, case.formats)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(vocabulary, (2, 32), generator=generator)]
+    if case.weights == "gptq":
+        return dmx.gptq(model, assignment, batches)
+    if case.weights == "learned":
+        return dmx.learn_weights(model, assignment, batches, dmx.LearnConfig(steps=2, warmup=0))
+    return assignment
+
+
+def tiny(architecture: str) -> nn.Module:
+    """Random, with weights large enough for log-probabilities that feel quantization."""
+    config = ModelConfig(
+        id=f"tiny_{architecture}", tiny=TinyConfig(architecture=architecture, **TINY)
+    )
+    model = load_model(config).model
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            weight.data *= 8 if "lm_head" in name else 4
+    return model
+
+
+def write(model: Any, case: Case, folder: Path, tokenizer: Any = None) -> None:
+    """The exported folder. It is not loaded again: the engine will."""
+    assignment = assigned(case, model, min(256, int(model.config.vocab_size)))
+    dmx.export(
+        model, assignment, folder, target=case.target, inputs=case.inputs, verify=False,
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def write_tiny(place: Path) -> None:
+    """A folder a case, and bf16: the Llama in full precision."""
+    models = {name: tiny(name) for name in dict.fromkeys(c.architecture for c in CASES.values())}
+    models["llama"].save_pretrained(place / "bf16")  # type: ignore[operator]
+    for name, case in CASES.items():
+        write(models[case.architecture], case, place / name)
+
+
+def write_model(config: str, place: Path) -> None:
+    """The same of a model of configs/model, in its own tokens."""
+    body: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{config}.yaml"))
+    loaded = load_model(ModelConfig(**body))
+    loaded.model.save_pretrained(place / "bf16")  # type: ignore[operator]
+    loaded.tokenizer.save_pretrained(place / "bf16")
+    for name, case in CASES.items():
+        if name not in OF_TINY_ALONE:
+            write(loaded.model, case, place / name, loaded.tokenizer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="tiny_llama, or a file of configs/model")
+    parser.add_argument("place", type=Path, help="a new folder")
+    asked = parser.parse_args()
+    asked.place.mkdir(parents=True)
+    if asked.model == "tiny_llama":
+        write_tiny(asked.place)
+    else:
+        write_model(asked.model, asked.place)
+
+
+if __name__ == "__main__":
+    main()
