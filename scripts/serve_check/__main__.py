@@ -153,8 +153,12 @@ def _run_worker(python: Path, jobs: Sequence[str], folder: str) -> None:
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
     done = subprocess.run(
         [str(python), str(WORKER), *jobs],
-        capture_output=True, text=True, cwd=folder, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        check=False,
+    )
     if done.returncode:
         raise RunError(f"{python} cannot run the engine:\n{done.stderr.strip()[-2000:]}")
 

@@ -104,9 +104,14 @@ def write(model: Any, case: Case, folder: Path, tokenizer: Any = None) -> None:
     """The exported folder. It is not loaded again: the engine will."""
     assignment = assigned(case, model, min(256, int(model.config.vocab_size)))
     dmx.export(
-        model, assignment, folder, target=case.target, inputs=case.inputs, verify=False,
+        model,
+        assignment,
+        folder,
+        target=case.target,
+        inputs=case.inputs,
+        verify=False,
         tokenizer=tokenizer,
-    )  # fmt: skip
+    )
 
 
 def write_tiny(place: Path) -> None:

@@ -180,15 +180,17 @@ def groups_of(layers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for members in groups.values():
         worst = max(members, key=lambda member: member[1]["error"])
-        found.append({
-            **{key: worst[1][key] for key in ALIKE},
-            "layers": len(members),
-            "equal": sum(row["equal"] for _, row in members),
-            "within": sum(row["ok"] for _, row in members),
-            "worst": worst[0],
-            "error": worst[1]["error"],
-            "least_error_left_alone": min(row["error_left_alone"] for _, row in members),
-        })  # fmt: skip
+        found.append(
+            {
+                **{key: worst[1][key] for key in ALIKE},
+                "layers": len(members),
+                "equal": sum(row["equal"] for _, row in members),
+                "within": sum(row["ok"] for _, row in members),
+                "worst": worst[0],
+                "error": worst[1]["error"],
+                "least_error_left_alone": min(row["error_left_alone"] for _, row in members),
+            }
+        )
     return sorted(found, key=lambda group: repr(group["formats"]))
 
 

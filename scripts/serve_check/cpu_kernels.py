@@ -2,6 +2,7 @@
 
     MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below
     MXFP8; NVFP4 with inputs quantized                    vLLM's emulation classes, which it offers on cards alone
+    rotations of inputs (`transform_config`)              ours: Hadamard's; vLLM's own for matrices of the file
     FP8 with inputs quantized                             vLLM's own
 
 Loader, names, fused layers, choice of the scheme and the forward pass stay vLLM's. A weight is decoded once, at
@@ -18,11 +19,15 @@ import torch
 import torch.nn.functional as F
 from decoding import E2M1, E2M3, E3M2, decoded, e8m0, rounded_inputs
 from torch import Tensor
+from vllm import _custom_ops as custom_ops
 from vllm.model_executor.kernels import linear as kernels
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
 from vllm.model_executor.kernels.linear.mxfp6.base import MxFp6LinearKernel
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (
+    HadamardTransform,
+)
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms.interface import PlatformEnum
@@ -117,6 +122,16 @@ class Fp8WeightsAlone(_Decoded, FP8ScaledMMLinearKernel):
         raise AssertionError("apply_weights is replaced")
 
 
+def hadamard(x: Tensor, inplace: bool = True) -> Tensor:
+    """Sylvester's along the last axis, over the root of its size: what vLLM has on cards alone."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < x.shape[-1]:
+        rows = torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)
+        matrix = torch.cat(rows)
+    assert not inplace
+    return F.linear(x.float(), matrix.float() / x.shape[-1] ** 0.5).to(x.dtype)
+
+
 def register(*, rounds_inputs: bool) -> None:
     """Offer these kernels to vLLM on the CPU.
 
@@ -134,5 +149,7 @@ def register(*, rounds_inputs: bool) -> None:
         kernels.register_linear_kernel(kernel, PlatformEnum.CPU, kind)
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(Fp8WeightsAlone)
     kernels.MarlinNvFp4LinearKernel = Nvfp4WeightsAlone
+    custom_ops.hadacore_transform = hadamard
+    HadamardTransform.cpu_linear = staticmethod(F.linear)  # vLLM forgets it there
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
     QuarkConfig.get_supported_act_dtypes = lambda self: dtypes

@@ -110,8 +110,14 @@ def test_a_wrong_weight_or_order_of_fused_layers_is_beyond_every_tolerance(folde
 
 
 def test_groups_count_layers_and_name_the_worst():
-    base = {"formats": "mxfp4", "scheme": "S", "kernel": "K", "inputs": "left alone", "asked_inputs": "left alone",
-            "error_left_alone": 0.0}  # fmt: skip
+    base = {
+        "formats": "mxfp4",
+        "scheme": "S",
+        "kernel": "K",
+        "inputs": "left alone",
+        "asked_inputs": "left alone",
+        "error_left_alone": 0.0,
+    }
     rows = {
         "a": {**base, "error": 0.0, "equal": True, "ok": True},
         "b": {**base, "error": 0.2, "equal": False, "ok": False},
@@ -132,19 +138,44 @@ def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
 
 def served(**fields):
     """A row of a record."""
-    group = {"formats": "mxfp4", "scheme": "S", "kernel": "scripts.serve_check.Mxfp4", "inputs": "mxfp4 even",
-             "asked_inputs": "mxfp4 floor", "layers": 4, "equal": 3, "within": 4, "worst": "a", "error": 2e-7,
-             "least_error_left_alone": 0.11}  # fmt: skip
+    group = {
+        "formats": "mxfp4",
+        "scheme": "S",
+        "kernel": "scripts.serve_check.Mxfp4",
+        "inputs": "mxfp4 even",
+        "asked_inputs": "mxfp4 floor",
+        "layers": 4,
+        "equal": 3,
+        "within": 4,
+        "worst": "a",
+        "error": 2e-7,
+        "least_error_left_alone": 0.11,
+    }
     return {
-        "folder": "ct4_wa", "groups": [group], "difference": 1e-6, "effect": 0.5, "perplexity": 9.0,
-        "perplexity_dmx": 9.1, "speed": None, "weight_bytes": None, "device": "cpu", "dtype": "float32",
-        "tolerance": 1e-5, "versions": {"vllm": "0.32.0"}, **fields,
-    }  # fmt: skip
+        "folder": "ct4_wa",
+        "groups": [group],
+        "difference": 1e-6,
+        "effect": 0.5,
+        "perplexity": 9.0,
+        "perplexity_dmx": 9.1,
+        "speed": None,
+        "weight_bytes": None,
+        "device": "cpu",
+        "dtype": "float32",
+        "tolerance": 1e-5,
+        "versions": {"vllm": "0.32.0"},
+        **fields,
+    }
 
 
 def test_the_page_says_what_ran_and_whose_the_products_are():
-    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "text": None,
-           "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}]}  # fmt: skip
+    run = {
+        "note": "a model",
+        "processor": "x86_64",
+        "tokens": 512,
+        "text": None,
+        "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}],
+    }
     page = engines_page({"engines_cpu": run})
     assert "Of 2 folders that ran in vLLM, 1 do not load, 4 of 4 linear layers give" in page
     assert (
@@ -160,7 +191,12 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         "prefill_tokens_per_second": 1234.4,
         "decode_tokens_per_second": 56.7,
     }
-    row = served(device="NVIDIA H200", speed=speed, weight_bytes=2_000_000, peak_bytes={"process": 1, "card": 3_000_000})  # fmt: skip
+    row = served(
+        device="NVIDIA H200",
+        speed=speed,
+        weight_bytes=2_000_000,
+        peak_bytes={"process": 1, "card": 3_000_000},
+    )
     page = engines_page({"engines_h200": run | {"rows": [row]}})
     assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
 
@@ -187,10 +223,19 @@ def engine_rows(_engine_record):
         if not record.is_file():
             _engine_record.mkdir()
             cases.write_tiny(place := _engine_record)
-            asked = serve_check.parse([
-                *(str(place / name) for name in CASES), "--baseline", str(place / "bf16"),
-                "--python", str(PYTHON), "--rows", "2", "--window", "64",
-            ])  # fmt: skip
+            asked = serve_check.parse(
+                [
+                    *(str(place / name) for name in CASES),
+                    "--baseline",
+                    str(place / "bf16"),
+                    "--python",
+                    str(PYTHON),
+                    "--rows",
+                    "2",
+                    "--window",
+                    "64",
+                ]
+            )
             record.write_text(json.dumps(serve_check.check(asked)))
     return {Path(row["folder"]).name: row for row in json.loads(record.read_text())["rows"]}
 

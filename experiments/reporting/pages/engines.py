@@ -12,12 +12,24 @@ Run = Mapping[str, Any]
 """A record: one engine on one machine, a row a folder."""
 OURS = "scripts.serve_check."
 LAYERS = (
-    "folder", "format", "layers", "vLLM's scheme", "kernel", "inputs", "the file asks", "equal to the bit",
-    "largest relative error", "error if inputs were left alone",
-)  # fmt: skip
+    "folder",
+    "format",
+    "layers",
+    "vLLM's scheme",
+    "kernel",
+    "inputs",
+    "the file asks",
+    "equal to the bit",
+    "largest relative error",
+    "error if inputs were left alone",
+)
 MODELS = (
-    "folder", "difference", "effect", "perplexity in the engine", "perplexity in dmx",
-)  # fmt: skip
+    "folder",
+    "difference",
+    "effect",
+    "perplexity in the engine",
+    "perplexity in dmx",
+)
 SPEEDS = ("folder", "prefill", "decode", "weights, MB", "peak, MB")
 
 
@@ -28,12 +40,16 @@ def engines_page(runs: Mapping[str, Run]) -> str:
         runs: name -> record.
     """
     lines = [
-        "# engines", "", _said(list(runs.values())), "",
+        "# engines",
+        "",
+        _said(list(runs.values())),
+        "",
         "Each linear layer is judged alone: its output in the engine against dmx's module on the engine's own input. "
         "What the engine did with inputs is what fits its output best, of: left alone, as the file says, and in the "
         "weight's format by each scale rule. Formats take turns, so perplexities say nothing of quality. "
-        "Which folder to make for which card: [runtimes](../runtimes.md).", "",
-    ]  # fmt: skip
+        "Which folder to make for which card: [runtimes](../runtimes.md).",
+        "",
+    ]
     for name, run in runs.items():
         lines += [f"## {name.replace('_', ' ')}", "", *_section(run), ""]
     return "\n".join(lines).rstrip() + "\n"
