@@ -208,13 +208,23 @@ def row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Te
     }
 
 
-def add_effects(rows: list[dict]) -> None:
-    """What quantization does in the engine: mean difference of log-probabilities from the first row, the baseline."""
-    base = torch.tensor(rows[0]["log_probabilities"]) if "failed" not in rows[0] else None
-    for row in rows:
-        own = row.pop("log_probabilities", None)
-        known = own is not None and base is not None
-        row["effect"] = float((torch.tensor(own) - base).abs().mean()) if known else None
+def add_effects(rows: list[dict], folders: Sequence[Path]) -> None:
+    """What quantization does in the engine: mean difference of log-probabilities from the first row, the baseline, for
+    folders of that model."""
+    own = [row.pop("log_probabilities", None) for row in rows]
+    models = [model_of(folder) for folder in folders]
+    for row, of_row, model in zip(rows, own, models, strict=True):
+        known = of_row is not None and own[0] is not None and model == models[0]
+        row["effect"] = None
+        if known:
+            row["effect"] = float((torch.tensor(of_row) - torch.tensor(own[0])).abs().mean())
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    """What tells models apart in config.json, however they are stored."""
+    config = json.loads((folder / "config.json").read_text())
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    return {name: config.get(name) for name in (*names, "tie_word_embeddings")}
 
 
 def say(row: dict) -> None:
@@ -251,10 +261,7 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
     tokens = tokens_of(asked)
     with ran(asked, folders, tokens) as outs:
         rows = [row_of(asked, folder, outs[folder], tokens) for folder in folders]
-    if asked.baseline is not None:
-        add_effects(rows)
-    for row in rows:
-        row.pop("log_probabilities", None)
+    add_effects(rows, folders)
     import dmx
 
     return {

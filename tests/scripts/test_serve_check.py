@@ -130,6 +130,22 @@ def test_groups_count_layers_and_name_the_worst():
     assert serve_check.is_right({"groups": [fp8]}) and not serve_check.is_right({"failed": "why"})
 
 
+def test_the_effect_is_of_folders_of_the_baselines_model(tmp_path):
+    folders = [tmp_path / name for name in ("bf16", "quantized", "tied", "broken")]
+    for folder in folders:
+        folder.mkdir()
+        tied = folder.name == "tied"
+        (folder / "config.json").write_text(
+            json.dumps({"hidden_size": 8, "tie_word_embeddings": tied})
+        )
+    rows = [{"log_probabilities": [[-1.0, value]]} for value in (-2.0, -3.0, -4.0)] + [
+        {"failed": "why"}
+    ]
+    serve_check.add_effects(rows, folders)
+    assert [row["effect"] for row in rows] == [0.0, 0.5, None, None]
+    assert all("log_probabilities" not in row for row in rows)
+
+
 def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serve_check", str(folder), "--python", "nowhere/python"])
     assert serve_check.main() == 2
