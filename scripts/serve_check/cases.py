@@ -25,9 +25,12 @@ from dmx.formats import (
     MXFP6_E2M3,
     MXFP6_E3M2,
     MXFP8_E4M3,
+    NVFP4,
     BlockFormat,
 )
 from dmx.models import ModelConfig, TinyConfig, load_model
+from dmx.models.linears import fused_group
+from dmx.transforms.stage import Transform
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 FOUR_EIGHT = (MXFP4, MXFP8_E4M3)
@@ -46,6 +49,8 @@ class Case:
     inputs: bool = False
     weights: str = "nearest"
     """nearest, gptq, learned; the last for a few steps."""
+    transform: str | None = None
+    """Of inputs, at run time: hadamard_block, or learned, with drawn rotations."""
     architecture: str = "llama"
     """Of the tiny model."""
 
@@ -58,6 +63,12 @@ CASES = {
     "ct48_wa": Case(FOUR_EIGHT, CT, inputs=True),
     "ct48_gptq_w": Case(FOUR_EIGHT, CT, weights="gptq"),
     "ct48_learned_w": Case(FOUR_EIGHT, CT, weights="learned"),
+    "ct48_hadamard_w": Case(FOUR_EIGHT, CT, transform="hadamard_block"),
+    "ct48_hadamard_wa": Case(FOUR_EIGHT, CT, inputs=True, transform="hadamard_block"),
+    "ct48_rotated_w": Case(FOUR_EIGHT, CT, transform="learned"),
+    "nvfp4_fp8_w": Case((NVFP4, FP8), CT),
+    "nvfp4_fp8_wa": Case((NVFP4, FP8), CT, inputs=True),
+    "nvfp4_mxfp4_w": Case((NVFP4, MXFP4), CT),
     "fp8_w": Case((FP8,), CT),
     "fp8_wa": Case((FP8,), CT, inputs=True),
     "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
@@ -76,11 +87,30 @@ def in_turn(model: nn.Module, formats: Iterable[BlockFormat]) -> Assignment:
     return make_assignment(space, np.arange(len(space.units)) % len(formats), model)
 
 
+def transform_of(name: str, assignment: Assignment) -> Transform:
+    """Every input rotated, by a matrix of its own where they are learned."""
+    if name != "learned":
+        return Transform(name)
+    inputs = list(dict.fromkeys(map(fused_group, assignment.quantized)))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(32, 32, generator=generator, dtype=torch.float64) for _ in inputs]
+    return Transform(
+        name,
+        rotations={n: torch.linalg.qr(x)[0].float() for n, x in zip(inputs, drawn, strict=True)},
+    )
+
+
 def assigned(case: Case, model: nn.Module, vocabulary: int) -> Assignment:
     """The case's assignment, with its weights."""
     assignment = in_turn(model, case.formats)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocabulary, (2, 32), generator=generator)]
+    if case.transform is not None:
+        assignment = transform_of(case.transform, assignment).attach(assignment, model)
+    if NVFP4 in case.formats:
+        assignment = dmx.share_scales(model, assignment)
+    if NVFP4 in case.formats and case.inputs:
+        assignment = dmx.calibrate_inputs(model, assignment, batches)
     if case.weights == "gptq":
         return dmx.gptq(model, assignment, batches)
     if case.weights == "learned":
