@@ -199,6 +199,7 @@ def row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Te
         "groups": compare.groups_of(layers),
         "log_probabilities": theirs.tolist() if asked.baseline else None,
         "difference": float((theirs - ours).abs().mean()),
+        "noise": compare.noise(loaded.model, tokens, ours),
         "perplexity": compare.perplexity(theirs),
         "perplexity_dmx": compare.perplexity(ours),
         "speed": speed.get("speed"),
@@ -238,7 +239,7 @@ def say(row: dict) -> None:
     effect = "" if row.get("effect") is None else f", of an effect of {row['effect']:.2g}"
     print(
         f"{row['folder']}: {count} layers, {equal} equal to the bit, {count - within} beyond {row['tolerance']:g}; "
-        f"log-probabilities differ by {row['difference']:.2g}{effect}; perplexity "
+        f"log-probabilities differ by {row['difference']:.2g} (rounding errors in dmx alone: {row['noise']:.2g}){effect}; perplexity "
         f"{row['perplexity']:.4f}, dmx {row['perplexity_dmx']:.4f}"
     )
     for group in row["groups"]:

@@ -169,6 +169,26 @@ def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def noise(model: Any, tokens: Tensor, ours: Tensor) -> float:
+    """Mean absolute difference of log-probabilities that rounding errors alone make, in dmx: embeddings are off by one
+    epsilon of their dtype. With quantized inputs it is large: a rounding that turns goes on through the layers.
+
+    Args:
+        ours: log-probabilities of the model as it is.
+    """
+
+    def disturb(module: nn.Module, given: Any, result: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(result.shape, generator=generator).to(result.device)
+        return (result * (1 + torch.finfo(result.dtype).eps * drawn)).to(result.dtype)
+
+    handle = model.get_input_embeddings().register_forward_hook(disturb)
+    try:
+        return float((log_probabilities(model, tokens) - ours).abs().mean())
+    finally:
+        handle.remove()
+
+
 ALIKE = ("formats", "scheme", "kernel", "inputs", "asked_inputs")
 
 

@@ -109,6 +109,14 @@ def test_a_wrong_weight_or_order_of_fused_layers_is_beyond_every_tolerance(folde
     assert all(rows[name]["error"] > 0.01 for name in LAYERS[:2]) and rows[LAYERS[2]]["equal"]
 
 
+def test_noise_is_what_an_epsilon_makes(folder):
+    model = compare.load_folder(folder, torch.float32, "cpu").model
+    tokens = torch.arange(32).view(2, 16)
+    ours = compare.log_probabilities(model, tokens)
+    assert 0 < compare.noise(model, tokens, ours) < 1e-5
+    assert torch.equal(compare.log_probabilities(model, tokens), ours)  # and nothing is left of it
+
+
 def test_groups_count_layers_and_name_the_worst():
     base = {
         "formats": "mxfp4",
@@ -171,6 +179,7 @@ def served(**fields):
         "folder": "ct4_wa",
         "groups": [group],
         "difference": 1e-6,
+        "noise": 2e-6,
         "effect": 0.5,
         "perplexity": 9.0,
         "perplexity_dmx": 9.1,
@@ -271,7 +280,7 @@ def test_every_linear_layer_of_the_engine_is_ours(name, engine_rows):
         assert row["difference"] < 1e-4
         assert {g["inputs"] for g in row["groups"]} == {"left alone"}
     else:  # a rounding that turns in one layer goes on through the others
-        assert row["difference"] < 0.5 * row["effect"]
+        assert row["difference"] < 0.5 * row["effect"] and row["noise"] < 0.5 * row["effect"]
 
 
 @needs_engine
