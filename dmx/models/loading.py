@@ -20,6 +20,7 @@ from torch import nn
 from dmx.errors import ModelError
 from dmx.models.config import ModelConfig
 from dmx.models.dtype import dtype_of
+from dmx.models.finite import check_finite_weights
 from dmx.models.gguf import gguf_config, read_once
 from dmx.models.identity import architecture_sha256
 from dmx.models.locating import Where, explained, load_options, locate, revision_of
@@ -41,7 +42,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
     """Weights and tokenizer on `device`, in eval mode; nothing is written to disk but hub caches.
 
     Raises:
-        ModelError: the model is not there, not allowed, not whole, or not a causal language model.
+        ModelError: the model is not there, not allowed, not whole, not finite, or not a causal language model.
     """
     dtype = dtype_of(config.dtype, device)
     if config.tiny is not None:
@@ -66,6 +67,10 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
     # bf16 moves the perplexity (SmolLM2 by 0.04 %).
     for parameter in model.parameters():
         parameter.data = parameter.data.to(device, dtype)
+    try:
+        check_finite_weights(model)
+    except ModelError as error:
+        raise ModelError(f"model.id={config.id}: {error}") from error
     return LoadedModel(model.to(device).eval(), tokenizer, provenance)
 
 

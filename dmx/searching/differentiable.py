@@ -26,9 +26,11 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import project
 from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batch_order
+from dmx.errors import ModelError
 from dmx.files import write_atomic, write_text
 from dmx.kernels.ops import actual_backend
 from dmx.models.checkpointing import checkpointing
+from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import GraphedStep
 from dmx.models.processes import Processes
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
@@ -278,6 +280,8 @@ class DifferentiableSearch:
         )
         ends = np.cumsum([len(self.raw), len(self.raw), len(parts) + 1, 1])
         raw, is_bad, numbers, weights_norm, is_bad_rotation = np.split(fetched.cpu().numpy(), ends)
+        if not np.isfinite(numbers[0]):
+            raise self._not_finite(bank, tokens, temperature)
         if self.joint is not None:
             self.joint.check_finite(float(weights_norm[0]), self.step)
         self.raw_rows.append(raw.copy())
@@ -289,6 +293,15 @@ class DifferentiableSearch:
         self.history.append(row)
         self.step += 1
         return row
+
+    def _not_finite(self, bank: Bank, tokens: Tensor, temperature: float) -> ModelError:
+        """The error of a step whose loss is not finite."""
+        bank.set_full()
+        when = "on the calibration text"
+        if first_not_finite(self.model, [tokens]) is None:
+            bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
+            when += ", quantized"
+        return not_finite(self.model, [tokens], f"the loss of step {self.step}", when)
 
     def _move(self, direction: Tensor, lr: float) -> None:
         """Step of the optimizer, clamp, and the shift onto the budget where it is exact."""

@@ -36,10 +36,10 @@ from torch import Tensor, nn
 
 from dmx.assignment.budget import Budget
 from dmx.assignment.space import SearchSpace
-from dmx.errors import RunError
 from dmx.files import sha256, write_text
 from dmx.formats import Format
 from dmx.kernels.losses import Divergence
+from dmx.models.finite import not_finite
 from dmx.models.processes import Processes
 from dmx.models.running import model_logits, quick_attention
 from dmx.progress import Stopwatch, progress
@@ -147,9 +147,11 @@ class Polish:
     def _token_mean(self, sums: Tensor, n_batches: int) -> np.ndarray:
         values = self.processes.mean(sums / (n_batches * self.batches[0].numel())).cpu().numpy()
         if not np.isfinite(values).all():
-            raise RunError(
-                "search.polish.rounds: a KL is not finite: the quantized model gives NaN or Inf on "
-                "the calibration data. Search in bfloat16 or float32, or look at the data."
+            raise not_finite(
+                self.model,
+                self.batches,
+                "search.polish.rounds: a KL",
+                "on the calibration text, quantized",
             )
         means: np.ndarray = values
         return means

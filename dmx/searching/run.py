@@ -21,11 +21,14 @@ from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
 from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
+from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
+from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
 from dmx.models.ranges import input_amax
+from dmx.models.running import evaluating, model_logits
 from dmx.progress import Stopwatch
-from dmx.searching.config import SearchConfig, SearchSettings
+from dmx.searching.config import SCANS, SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
@@ -119,7 +122,8 @@ def search(
         exception.
 
     Raises:
-        TypeError: budget or config is not of its class. BudgetError: unreachable. ModelError, FormatError, DataError: see their messages.
+        TypeError: budget or config is not of its class. BudgetError: unreachable. ModelError, FormatError, DataError: see
+            their messages; a weight or a loss that is not finite is a ModelError that names where.
         RunError: the folder holds another search, or cannot be written.
     """
     _check_types(budget, config)
@@ -128,6 +132,7 @@ def search(
     space.check_budget(budget)
     listed = list_batches(batches, model)
     config.check_batches(len(listed))
+    check_finite_weights(model)
     where = None if folder is None else Path(folder)
     if score_folder is None and where is not None:
         score_folder = where / "scores"
@@ -143,6 +148,9 @@ def search(
         if where is not None:
             # An unwritable folder must show now, not after the first checkpoint's worth of steps.
             write_text(where / ".writable", "").unlink(missing_ok=True)
+        if not (config.descends or config.name in SCANS or config.polish.rounds):
+            # The others run the model themselves, and look at what it gives.
+            _check_outputs(model, listed[0][:1])
         outcome = job.run()
     assignment = make_assignment(
         job.space,
@@ -327,6 +335,18 @@ def _check_weights(model: nn.Module) -> None:
                 f"{name} is float64; formats are defined on float32, bfloat16 and float16. Convert "
                 "the model first: model.float()"
             )
+
+
+@torch.no_grad()
+def _check_outputs(model: nn.Module, row: Tensor) -> None:
+    """Raise ModelError where the loss of the unquantized model on a row (1, length) is not finite."""
+    with evaluating(model):
+        tokens = row.to(next(model.parameters()).device)
+        loss = cross_entropy(model_logits(model, tokens), tokens)
+    if not bool(loss.isfinite()):
+        raise not_finite(
+            model, [row], "the loss of the unquantized model", "on the calibration text"
+        )
 
 
 def uniform_assignment(

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.assignment.rules import rule_of
-from dmx.assignment.space import SearchSpace
+from dmx.assignment.space import SearchSpace, Unit
+from dmx.errors import ModelError
 from dmx.formats import OPERANDS, BlockFormat, Format, Operand
 from dmx.kernels import ops
 from dmx.kernels.losses import Divergence, cross_entropy
+from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.linears import linear_layers
 from dmx.models.running import model_logits, quick_attention
 from dmx.progress import progress
@@ -117,8 +119,22 @@ class Scan:
         return 1 if kind == "weight_mse" else len(self.batches)
 
     def _save(self, block_format: Format, file: ScoreFile, values: np.ndarray, done: int) -> None:
+        bad = np.flatnonzero(~np.isfinite(values))
+        if len(bad):
+            raise self._not_finite(block_format, self.space.units[bad[0]])
         self._memory[block_format.name] = (values.copy(), done)
         file.save(values, done)
+
+    def _not_finite(self, block_format: Format, unit: Unit) -> ModelError:
+        """The error of a score that is not finite."""
+        what = f"the score of {unit.name} at {block_format}"
+        when = "on the calibration text"
+        with searching_model(self.model, self.space, self.config.format_family, self.rules) as bank:
+            if first_not_finite(self.model, self.batches) is None:
+                changed = [block_format if u is unit else None for u in self.space.units]
+                bank.set_formats(changed, fixed=False)
+                when += f", with {unit.name} alone at {block_format}"
+            return not_finite(self.model, self.batches, what, when)
 
     # kl: parts are batches ---------------------------------------------------------------------
 

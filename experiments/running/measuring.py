@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from dmx.applying.apply import Safety, applied
 from dmx.assignment.assignment import Assignment
-from dmx.evaluate.perplexity import window_losses
+from dmx.evaluate.perplexity import cut_windows, window_losses
 from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot
+from dmx.models.finite import not_finite
 
 from ..reporting.record import TaskResult
 from .rows import Losses, Tasks
@@ -35,6 +36,9 @@ def measure_losses(
         inputs: quantize inputs, too.
         label: named while it goes on.
         safety: guards the quantizers at run time.
+
+    Raises:
+        ModelError: the model as it is has a loss that is not finite. Of a quantized one that is a result.
     """
     start = time.perf_counter()
     if tokens is None:
@@ -43,6 +47,11 @@ def measure_losses(
         losses = window_losses(
             model, tokens, window=config.window, batch_size=config.batch_size, label=label
         )
+    bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    if assignment is None and bad:
+        row = cut_windows(model, tokens, config.window)[bad[0]][None]
+        what = f"the loss of window {bad[0]} of the evaluation text"
+        raise not_finite(model, [row], what, "in the model as it is")
     return Losses.of(losses, config.window, time.perf_counter() - start)
 
 

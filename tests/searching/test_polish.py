@@ -355,11 +355,6 @@ def test_impossible_settings_are_refused(tiny):
     config = search_config(name="random", polish_rounds=1, polish_batches=4)
     with pytest.raises(DmxError, match=r"search\.polish\.batches=4, but there are 3 batches"):
         dmx.search(model, tokens, Budget(5.0), config)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
-    config = search_config(name="random", polish_rounds=1)
-    with pytest.raises(RunError, match=r"search\.polish\.rounds: a KL is not finite"):
-        dmx.search(model, tokens, Budget(5.0), config)
 
 
 def test_the_model_is_as_it_was(tiny):
