@@ -78,7 +78,7 @@ def main(cfg: DictConfig) -> None:
     with Run(cfg, config.run, "export") as run:
         if run.show_if_finished():
             return
-        done = config.export.write(run, config.model, plan, text, config.folder)
+        done = config.export.write(run, config.model, plan, text, config.folder, config.data.bos)
         run.finish(seed=None, verdict=export_verdict(done))
         print(f"{'files':16} {done.folder}")
 

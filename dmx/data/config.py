@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dmx.errors import DataError
 
+BOS = ("auto", "yes", "no")
 JOINS = ("rows", "document")
 SPLITS: dict[str, tuple[str, ...]] = {
     "embedded": ("calibration", "evaluation"),
@@ -76,3 +77,9 @@ class DataPair:
     evaluation: DataConfig
     training: DataConfig | None = None
     """null = the calibration text"""
+    bos: str = "auto"
+    """What windows start with: auto: what the tokenizer itself puts before a text, BOS or nothing. yes, no."""
+
+    def __post_init__(self) -> None:
+        if self.bos not in BOS:
+            raise DataError(f"data.bos={self.bos!r} is unknown. Known: {', '.join(BOS)}.")

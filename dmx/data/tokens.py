@@ -10,23 +10,113 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmx.data.config import BOS
 from dmx.data.texts import Text
 from dmx.errors import DataError
 
 
-def encode(tokenizer: Any, text: Text | str) -> Tensor:
-    """Token ids of a text, without special tokens.
+class Tokens(Tensor):
+    """(tokens,) int64 ids of a text, which know what each window of them starts with. A slice knows it, too;
+    what else is made of them is a plain tensor."""
+
+    start: tuple[int, ...] = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __getitem__(self, key: Any) -> Any:
+        part = super().__getitem__(key)
+        return starting_with(part, self.start) if isinstance(key, slice) else part
+
+
+def starting_with(tokens: Tensor, start: tuple[int, ...]) -> Tokens:
+    """The same ids, whose windows start with `start`."""
+    made = tokens.as_subclass(Tokens)
+    made.start = start
+    return made
+
+
+def window_start(tokenizer: Any, bos: str = "auto") -> tuple[int, ...]:
+    """Token ids that every window of a text starts with.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        bos: auto: what the tokenizer itself puts before a text, for most none or BOS. yes: BOS, also where
+            it does not. no: nothing.
+
+    Raises:
+        DataError: `yes`, and the tokenizer has no BOS.
+    """
+    if bos not in BOS:
+        raise DataError(f"data.bos={bos!r} is unknown. Known: {', '.join(BOS)}.")
+    if bos == "no":
+        return ()
+    habit = _before_a_text(tokenizer)
+    if bos == "auto" or habit:
+        return habit
+    if getattr(tokenizer, "bos_token_id", None) is None:
+        raise DataError(
+            f"data.bos=yes: the tokenizer ({type(tokenizer).__name__}) has no BOS token. Use data.bos=auto."
+        )
+    return (int(tokenizer.bos_token_id),)
+
+
+def _before_a_text(tokenizer: Any) -> tuple[int, ...]:
+    own, plain = (
+        list(tokenizer("a", add_special_tokens=special, verbose=False)["input_ids"])
+        for special in (True, False)
+    )
+    for before in range(len(own) - len(plain) + 1):
+        if own[before : before + len(plain)] == plain:
+            return tuple(own[:before])
+    return ()
+
+
+def encode(tokenizer: Any, text: Text | str, bos: str = "auto") -> Tokens:
+    """Token ids of a text, without special tokens; those that its windows start with are kept beside them.
 
     Args:
         tokenizer: a transformers tokenizer.
         text: any length; the "longer than the model" warning is not for windows, so it is off.
+        bos: as of `window_start`.
 
     Returns:
         (tokens,) int64.
     """
     string = text.text if isinstance(text, Text) else text
     ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+    return starting_with(torch.tensor(ids, dtype=torch.int64), window_start(tokenizer, bos))
+
+
+def text_tokens(tokens: Tensor, window: int) -> int:
+    """How many tokens of the text a window holds: all but those that it starts with."""
+    return window - len(tokens.start if isinstance(tokens, Tokens) else ())
+
+
+def windows_of(tokens: Tensor, window: int) -> Tensor:
+    """Non-overlapping windows in the text's order, each with its start; what does not fill one is dropped.
+
+    Args:
+        tokens: (tokens,) int64; `Tokens` of a tokenizer that begins with BOS give windows that do.
+        window: tokens a window, the start included.
+
+    Returns:
+        (windows, window) int64.
+
+    Raises:
+        DataError: a window that its start fills.
+    """
+    own = text_tokens(tokens, window)
+    if own < 1:
+        raise DataError(
+            f"window={window} has no room for text behind the {window - own} tokens that it starts with "
+            "(data.bos). Use a larger window."
+        )
+    count = tokens.numel() // own
+    rows = tokens[: count * own].reshape(count, own).as_subclass(Tensor)
+    if own == window:
+        return rows
+    assert isinstance(tokens, Tokens)
+    start = torch.tensor(tokens.start, dtype=torch.int64, device=tokens.device)
+    return torch.cat([start.expand(count, -1), rows], 1)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -63,7 +153,7 @@ def token_batches(
     """Non-overlapping windows in shuffled order, in batches; what does not fill one is dropped.
 
     Args:
-        tokens: (tokens,) int64.
+        tokens: (tokens,) int64, as of `windows_of`.
         window: tokens a window.
         batch_size: windows a batch.
         seed: order of the windows; None keeps the text's order.
@@ -80,7 +170,8 @@ def token_batches(
             raise DataError(f"{name}={value} must be at least 1.")
     if tokens.dim() != 1:
         raise DataError(f"tokens must be 1-d, got shape {tuple(tokens.shape)}.")
-    count = tokens.numel() // window
+    windows = windows_of(tokens, window)
+    count = len(windows)
     if count < 1:
         raise DataError(
             f"the text has {tokens.numel()} tokens, less than one window of {window}. "
@@ -93,7 +184,6 @@ def token_batches(
             f"{batch_size}, {n_batches or 1} needed. Use a longer text, a smaller window or batch "
             "size, or fewer batches."
         )
-    windows = tokens[: count * window].view(count, window)
     order = torch.arange(count)
     if seed is not None:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -2,8 +2,9 @@
 
     exp( mean over all predictions of -log p(next token) )
 
-The text is one stream of tokens without special tokens, cut into windows; what is left at the end
-is dropped. A window of n tokens makes n - 1 predictions, its first token being context only.
+The text is one stream of tokens, cut into windows, which start with BOS where the tokenizer begins a text so
+(`dmx.data.encode`); what is left at the end is dropped. A window of n tokens makes n - 1 predictions, its
+first token being context only.
 Logits are float32. The per-window means serve paired comparisons of two models.
 """
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmx.data import text_tokens, windows_of
 from dmx.data.batches import check_fits_model
 from dmx.errors import DataError
 from dmx.kernels import ops
@@ -33,13 +35,13 @@ def cut_windows(model: nn.Module, tokens: Tensor, window: int) -> Tensor:
         )
     if window < 2:
         raise DataError(f"window={window} predicts nothing; choose at least 2")
-    if len(tokens) < window:
+    if len(tokens) < max(1, text_tokens(tokens, window)):
         raise DataError(
             f"the evaluation text has {len(tokens)} tokens, fewer than one window of {window}. "
             "Choose a longer text or a smaller window."
         )
     check_fits_model(model, tokens, window)
-    return tokens[: len(tokens) // window * window].reshape(-1, window)
+    return windows_of(tokens, window)
 
 
 def split_windows(windows: Tensor, batch_size: int) -> tuple[Tensor, ...]:
@@ -95,7 +97,8 @@ def perplexity(
     """Perplexity of a model on a stream of tokens; inf beyond the largest float.
 
     Args:
-        tokens: 1-d int64.
+        tokens: 1-d int64. Of `dmx.data.encode`, so that windows start as the tokenizer starts a text; plain
+            ids are cut as they are.
         window: tokens a window, >= 2; at most the model's positions.
         batch_size: windows at once; changes memory and time, not the result beyond rounding.
 

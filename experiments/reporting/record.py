@@ -384,6 +384,8 @@ class TextFacts(Stored):
     shared: Mapping[str, Any] | None = None
     """Of a text for learning: words of a sequence, sequences of the evaluation text that are in it, and of
     how many; None where nobody looked."""
+    start: tuple[int, ...] = ()
+    """Token ids that every window starts with: BOS, or none (data.bos)."""
 
 
 @dataclass(frozen=True, kw_only=True)

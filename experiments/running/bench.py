@@ -15,7 +15,15 @@ from dmx.applying.apply import restore
 from dmx.applying.calibrate import calibrate_inputs, needs_calibration
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
-from dmx.data import DataPair, check_overlap, check_window, encode, load_text, token_batches
+from dmx.data import (
+    DataPair,
+    check_overlap,
+    check_window,
+    encode,
+    load_text,
+    text_tokens,
+    token_batches,
+)
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
@@ -88,24 +96,30 @@ class Bench:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         run.model = ModelFacts.from_dict(loaded.provenance, "model")
         if calibration_text is not None:
-            self._calibration_tokens = encode(self.tokenizer, calibration_text)
-            run.data["calibration"] = batches_facts(calibration_text, self.batches(0))
+            self._calibration_tokens = encode(self.tokenizer, calibration_text, data.bos)
+            run.data["calibration"] = batches_facts(
+                calibration_text, self.batches(0), self._calibration_tokens.start
+            )
         if training_text is not None:
             is_own = training_text is not calibration_text
             self._training_tokens = (
-                encode(self.tokenizer, training_text) if is_own else self._calibration_tokens
+                encode(self.tokenizer, training_text, data.bos)
+                if is_own
+                else self._calibration_tokens
             )
             first = self.training_batches(0)
             self.learn.split(first)  # too few are refused before a search, not after it
             shared = None
             if text is not None:
                 shared = dataclasses.asdict(check_overlap(text, training_text))
-            run.data["training"] = batches_facts(training_text, first, shared)
+            run.data["training"] = batches_facts(
+                training_text, first, self._training_tokens.start, shared
+            )
         self.tokens: Tensor | None = None
         if text is not None:
-            tokens = encode(self.tokenizer, text)
+            tokens = encode(self.tokenizer, text, data.bos)
             if evaluation.max_windows is not None:
-                tokens = tokens[: evaluation.max_windows * evaluation.window]
+                tokens = tokens[: evaluation.max_windows * text_tokens(tokens, evaluation.window)]
             # Refuse a text that does not fit before a search, not after it.
             cut_windows(self.model, tokens, evaluation.window)
             self.tokens = tokens

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dmx.assignment.assignment import Assignment
-from dmx.data import Text, encode
+from dmx.data import Text, Tokens, encode, text_tokens, windows_of
 from dmx.exporting import Exported, Plan, check_model, check_new, make_plan, write_plan
 from dmx.formats import BF16
 from dmx.models import ModelConfig, load_model, meta_model
@@ -64,22 +64,32 @@ class Export:
         return plan
 
     def write(
-        self, run: Run, model: ModelConfig, plan: Plan, text: Text | None, folder: str | None
+        self,
+        run: Run,
+        model: ModelConfig,
+        plan: Plan,
+        text: Text | None,
+        folder: str | None,
+        bos: str = "auto",
     ) -> Exported:
         """The files, and all that the run's record says but its verdict.
 
         Args:
             text: the evaluation text, whose first windows are compared; None = tokens of no text.
             folder: receives the files; None = `model` in the run's folder.
+            bos: what its windows start with, as `dmx.data.encode` wants it.
         """
         target = Path(folder) if folder else run.path("model")
         if not folder:
             shutil.rmtree(target, ignore_errors=True)  # of a start that died before its record
         loaded = load_model(model, run.device)
-        tokens = None if text is None else self._windows(encode(loaded.tokenizer, text))
+        tokens = None
+        if text is not None:
+            tokens = self._used(encode(loaded.tokenizer, text, bos))
+        windows = None if tokens is None else windows_of(tokens, self.window)
         shard = int(self.max_shard_gigabytes * 1e9)
         done = write_plan(
-            plan, loaded.model, target, tokenizer=loaded.tokenizer, tokens=tokens, max_shard_bytes=shard,
+            plan, loaded.model, target, tokenizer=loaded.tokenizer, tokens=windows, max_shard_bytes=shard,
         )  # fmt: skip
         assignment = plan.assignment
         # After the export, so that one that fails leaves a folder which a corrected command may use.
@@ -92,15 +102,16 @@ class Export:
         run.rows += export_rows(done, assignment, self.windows)
         return done
 
-    def _windows(self, stream: Tensor) -> Tensor:
-        """(windows, window) int64, the first of the text."""
-        count = self.windows * self.window
+    def _used(self, stream: Tokens) -> Tokens:
+        """Those of the text's first windows."""
+        count = self.windows * text_tokens(stream, self.window)
         if len(stream) < count:
             raise ConfigError(
                 f"windows={self.windows} of window={self.window} need {count} tokens, the "
                 f"evaluation text has {len(stream)}. Lower one of them."
             )
-        return stream[:count].reshape(self.windows, self.window)
+        used: Tokens = stream[:count]
+        return used
 
 
 def export_facts(done: Exported, assignment: Assignment) -> ExportFacts:

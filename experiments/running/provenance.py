@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import dmx
-from dmx.data import Text
+from dmx.data import Text, Tokens, text_tokens
 from dmx.files import sha256
 
 from ..reporting.record import Device, TextFacts
@@ -95,28 +95,32 @@ def tokens_sha256(tokens: Tensor) -> str:
     return sha256(tokens.numpy().tobytes())
 
 
-def windows_facts(text: Text, tokens: Tensor, window: int) -> TextFacts:
+def windows_facts(text: Text, tokens: Tokens, window: int) -> TextFacts:
     """A text that is cut into windows, for a record.
 
     Args:
-        tokens: all that are used, in one row or in windows.
+        tokens: all that are used.
     """
     return TextFacts(
         name=text.name, source=text.source, sha256=tokens_sha256(tokens), tokens=tokens.numel(),
-        windows=tokens.numel() // window, window=window,
+        windows=tokens.numel() // text_tokens(tokens, window), window=window, start=tokens.start,
     )  # fmt: skip
 
 
 def batches_facts(
-    text: Text, batches: Sequence[Tensor], shared: Mapping[str, Any] | None = None
+    text: Text,
+    batches: Sequence[Tensor],
+    start: tuple[int, ...],
+    shared: Mapping[str, Any] | None = None,
 ) -> TextFacts:
     """A text that is cut into batches, for a record.
 
     Args:
+        start: token ids that every row begins with.
         shared: what the evaluation text has in common with it, where that was looked for.
     """
     return TextFacts(
-        name=text.name, source=text.source, sha256=text.sha256, shared=shared,
+        name=text.name, source=text.source, sha256=text.sha256, shared=shared, start=start,
         tokens=sum(b.numel() for b in batches), batches=len(batches),
         batch_shape=tuple(batches[0].shape),
     )  # fmt: skip

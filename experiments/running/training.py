@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 
 import mor
-from dmx.data import DataPair, check_window, encode, load_text
+from dmx.data import DataPair, check_window, encode, load_text, windows_of
 from dmx.errors import DmxError, RunError
 from dmx.files import write_json
 from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
@@ -73,11 +73,8 @@ class Training:
         texts = {"training": load_text(data.calibration), "validation": load_text(data.evaluation)}
         loaded = load_model(self.model)
         window = self.config.window
-        tokens = {name: encode(loaded.tokenizer, text) for name, text in texts.items()}
-        windows = {
-            name: ids[: len(ids) // window * window].view(-1, window)
-            for name, ids in tokens.items()
-        }
+        tokens = {name: encode(loaded.tokenizer, text, data.bos) for name, text in texts.items()}
+        windows = {name: windows_of(ids, window) for name, ids in tokens.items()}
         for name, rows in windows.items():
             if not len(rows):
                 raise ConfigError(
