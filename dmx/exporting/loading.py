@@ -25,6 +25,7 @@ from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import Transform
+from dmx.models.weight_files import check_whole
 
 FROM_FILES = "files"
 """What an assignment's `weights` are called that are the bytes of files."""
@@ -117,9 +118,17 @@ def load_exported(
         assignment = assignment.with_artifact("weights", content, {"name": FROM_FILES})
     if inputs is None:
         facts = folder / FACTS_FILE
-        inputs = bool(json.loads(facts.read_text())["inputs"]) if facts.is_file() else True
+        inputs = _stated_inputs(facts) if facts.is_file() else True
     apply(model.to(device), assignment, inputs=inputs)
     return LoadedExport(model, _tokenizer(folder), assignment, layout.name, inputs)
+
+
+def _stated_inputs(facts: Path) -> bool:
+    check_whole(facts)
+    stated = json.loads(facts.read_text())
+    if not isinstance(stated, dict) or not isinstance(stated.get("inputs"), bool):
+        raise ModelError(f"{facts} is damaged: it says nothing of inputs. Export again.")
+    return bool(stated["inputs"])
 
 
 def _fill(
@@ -205,6 +214,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not paths:
         raise ModelError(f"{folder} holds no safetensors files.")
     for path in paths:
+        check_whole(path)
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (not a dict)
                 yield name, file.get_tensor(name)

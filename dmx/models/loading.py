@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dmx.models.identity import architecture_sha256
 from dmx.models.locating import Where, explained, load_options, locate, revision_of
 from dmx.models.searchable import check_not_quantized
 from dmx.models.tiny import byte_tokenizer, make_tiny, tiny_model_config
+from dmx.models.weight_files import check_tokenizer_files, check_weight_files
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: t
     import transformers
 
     check_not_quantized(model_config, config.id)
+    if where.gguf is None and where.commit is None:  # the hub's own files are checked as they come
+        check_weight_files(Path(where.source))
     options = load_options(config, where)
     if config.gguf_file is not None and hasattr(transformers, "GgufConfig"):
         # without it the layers may stay packed and are no nn.Linear
@@ -154,6 +158,8 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: t
 def _read_tokenizer(config: ModelConfig, where: Where) -> Any:
     from transformers import AutoTokenizer
 
+    if where.gguf is None and where.commit is None:
+        check_tokenizer_files(Path(where.source))
     with explained(config, on_hub=where.commit is not None):
         tokenizer = AutoTokenizer.from_pretrained(where.source, **load_options(config, where))
     if config.digit_pretokenizer:

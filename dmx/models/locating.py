@@ -15,6 +15,7 @@ from typing import Any
 from dmx.errors import ModelError
 from dmx.hub import hub_error_kind, hub_is_reachable
 from dmx.models.config import ModelConfig
+from dmx.models.weight_files import check_whole
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
@@ -79,6 +80,7 @@ def _locate_in_folder(config: ModelConfig, folder: Path) -> Where:
         setting = "model.gguf_file" if config.gguf_file else f"model.id={config.id}"
         found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise ModelError(f"{setting}: {folder} holds no {needed}. Found there: {found}.")
+    check_whole(folder / needed)
     return Where(str(folder), gguf=folder / needed if config.gguf_file else None)
 
 
@@ -122,7 +124,7 @@ def explained(config: ModelConfig, *, on_hub: bool) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except Exception as error:  # whatever libraries make of files that are damaged
         kind = hub_error_kind(error) if on_hub else "local"
         if kind == "gated":
             message = (
@@ -141,8 +143,9 @@ def explained(config: ModelConfig, *, on_hub: bool) -> Iterator[None]:
                 "download: model=tiny_llama."
             )
         else:
-            message = f"it cannot be loaded: {error}"
-        raise ModelError(f"model.id={config.id}: {message}") from error
+            message = f"it cannot be loaded: {type(error).__name__}: {error}"
+        file = f" model.gguf_file={config.gguf_file}" if config.gguf_file else ""
+        raise ModelError(f"model.id={config.id}{file}: {message}") from error
 
 
 def revision_of(where: Where) -> str | None:

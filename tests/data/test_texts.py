@@ -30,6 +30,8 @@ from dmx.models import byte_tokenizer
 
 REPO = Path(__file__).parents[2]
 
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
 
 # ---------------------------------------------------------------- embedded and synthetic
 
@@ -231,9 +233,21 @@ def test_files_of_every_kind_are_read_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
+        ("a.txt", b"\xff\xfea\0", r"is not UTF-8 text \(it begins as UTF-16 .*iconv -f UTF-16"),
+        ("a.txt", "naïve".encode("latin-1"), "is not UTF-8 text .*iconv -f LATIN1"),
+        ("a.raw", LFS, r"a\.raw is a Git LFS pointer.*git lfs pull"),
+        ("a.jsonl", LFS, "is a Git LFS pointer"),
+        ("a.jsonl.gz", LFS, "is a Git LFS pointer"),
+        ("a.parquet", LFS, "is a Git LFS pointer"),
+        ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "begins as UTF-16"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "', "line 2, is not JSON .*Mend or delete the line"),
+        ("a.jsonl", b"[" * 100_000, "line 1, is not JSON"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99)[:-9], "is not JSON Lines .*Get the"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:9] + b"\xff" * 30, "is not JSON Lines"),
+        ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", r"a\.parquet is not a Parquet file"),
+        ("a.parquet", b"", "is not a Parquet file"),
         ("a.txt", b" \n ", "the text is empty"),
-        ("a.jsonl", b"{text}", "is not JSON Lines"),
+        ("a.jsonl", b"{text}", "line 1, is not JSON"),
         ("a.jsonl", b'{"body": "x"}', r"data\.column='text' is not in .*Found: body"),
         ("a.jsonl", b'["x"]', r"data\.column='text' is not in .*Found: no fields"),
         ("a.jsonl", b'{"text": 3}', "row 1: text holds a int, not text"),
@@ -246,6 +260,24 @@ def test_a_damaged_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_text(DataConfig(name="files", files=[str(tmp_path / name)]))
+
+
+def test_half_a_character_is_replaced_and_a_byte_order_mark_is_no_text(tmp_path):
+    body = json.dumps({"text": "good \ud83d day \U0001f600"})
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + body.encode() + b"\r\n")
+    (tmp_path / "b.txt").write_bytes("\ufeffplain\r\n".encode())
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.txt")]
+    text = load_text(DataConfig(name="files", files=files))
+    assert text.text == "good \ufffd day \U0001f600\n\nplain\r\n"
+
+
+def test_a_cut_parquet_file_is_named(tmp_path):
+    parquet.write_table(pa.table({"text": ["some text"] * 500}), tmp_path / "a.parquet")
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for content in (whole[: len(whole) // 2], whole[:40] + bytes(60) + whole[100:]):
+        (tmp_path / "a.parquet").write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file"):
+            load_text(DataConfig(name="files", files=[str(tmp_path / "a.parquet")]))
 
 
 def test_a_parquet_file_without_the_column_lists_its_columns(tmp_path):

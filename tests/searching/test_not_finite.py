@@ -66,9 +66,7 @@ def test_every_search_names_the_layer_whose_output_overflows(tiny, name, tmp_pat
     model, batches = tiny
     with torch.no_grad():  # finite weights whose products are not
         model.model.layers[1].mlp.up_proj.weight.fill_(3e38)
-    with pytest.raises(
-        ModelError, match=r"the output of model\.layers\.1\.mlp\.up_proj \("
-    ):
+    with pytest.raises(ModelError, match=r"the output of model\.layers\.1\.mlp\.up_proj \("):
         dmx.search(model, batches, Budget(5.0), config_of(name), folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
