@@ -11,6 +11,9 @@ from typing import IO, Any
 
 from dmx.errors import RunError
 
+LARGEST_JSON = 1 << 28
+"""Bytes; an assignment of a model with 10,000 layers takes a hundredth of them."""
+
 
 def temporary_prefix(path: Path) -> str:
     """How names of files begin that are written beside `path` before they take its name."""
@@ -53,6 +56,38 @@ def write_text(path: str | Path, text: str) -> Path:
 def write_json(path: str | Path, value: Any) -> Path:
     """JSON with sorted nothing and no NaN: a NaN in a record is a bug, null is the way to say it."""
     return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says, for files that others may have written.
+
+    Raises:
+        ValueError: it is no JSON, names a key of an object twice, or is nested too deep to be read.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        body = dict(pairs)
+        if len(body) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"the key {twice!r} is there twice")
+        return body
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file says; raises as `parse_json`, and OSError.
+
+    Files beyond LARGEST_JSON bytes are refused before they are read.
+    """
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise ValueError(f"it has {size:,} bytes, at most {LARGEST_JSON:,} are read")
+    return parse_json(path.read_bytes())
 
 
 def finite(value: float) -> float | None:

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from dmx.errors import RunError
-from dmx.files import sha256, write_atomic, write_json
+from dmx.files import parse_json, read_json, sha256, write_atomic, write_json
 
 STATE_SCHEMA = "dmx.state/1"
 _PACKAGE = Path(__file__).resolve().parent
@@ -152,7 +152,7 @@ class Cache:
         if path is None or not path.exists():
             return None
         try:
-            body = json.loads(path.read_text())
+            body = read_json(path)
             result = body["result"]
             is_sound = body["schema"] == self.schema and body["key"] == _as_json(key)
             why = "" if is_sound and body["sha256"] == _checksum(result) else "its checksum differs"
@@ -238,7 +238,7 @@ class StateFile:
                 raise ValueError(f"schema {metadata['schema']}, expected {STATE_SCHEMA}")
             if metadata["sha256"] != _content_sha256(facts, tensors):
                 raise ValueError("its checksum differs")
-            state = State(json.loads(facts), tensors)
+            state = State(parse_json(facts), tensors)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise self.damaged(error) from error
         if metadata["fingerprint"] != self.fingerprint:
@@ -262,7 +262,7 @@ class StateFile:
 def _metadata(content: bytes) -> dict[str, str]:
     """Of a safetensors file: eight bytes of length, then a JSON header."""
     length = int.from_bytes(content[:8], "little")
-    metadata: dict[str, str] = json.loads(content[8 : 8 + length])["__metadata__"]
+    metadata: dict[str, str] = parse_json(content[8 : 8 + length])["__metadata__"]
     return metadata
 
 

@@ -4,7 +4,7 @@ from dmx.applying.apply import applied
 from dmx.applying.quantizers import Quantizer
 from dmx.assignment.assignment import Assignment
 from dmx.errors import DmxError
-from dmx.files import finite, write_atomic, write_json
+from dmx.files import finite, read_json, write_atomic, write_json
 from dmx.formats import E4M3, E5M2, BlockFormat, ElementFormat, check_choice
 from dmx.models.running import evaluating, model_logits
 from dmx.models.swap import adopt, put_back, replace_layers
@@ -38,6 +38,7 @@ __all__ = [
     "float_exponent",
     "model_logits",
     "put_back",
+    "read_json",
     "relative_error",
     "replace_layers",
     "round_to_element",

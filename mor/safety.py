@@ -11,7 +11,6 @@ The calibrated thresholds and the margin of 1.25 are our choice; the measure (me
 over non-zero elements) is that of MoR, arXiv 2512.22804.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from mor._base import (
     applied,
     evaluating,
     model_logits,
+    read_json,
     relative_error,
     write_json,
 )
@@ -290,7 +290,7 @@ class SafetyNet:
             MorError: unreadable, of another schema, or damaged.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = read_json(Path(path))
             if data["schema"] != SCHEMA:
                 raise MorError(f"{path} has schema {data['schema']!r}, this version reads {SCHEMA}")
             layers = {

@@ -38,6 +38,7 @@ from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
     BIT_UNITS,
     OPERANDS,
+    BitUnit,
     BlockFormat,
     Format,
     Operand,
@@ -251,16 +252,34 @@ class Assignment:
     def from_dict(cls, body: Any, source: str = "assignment") -> "Assignment":
         """The assignment of a file's content; raises as `load`, with `source` in the message."""
         assignment = cls(**parse(body, source))
-        # Shapes alone cannot tell that shared weights count once.
-        search = assignment.search
-        if search.weighting == "elements" and not search.shared_weights:
-            for unit, value in assignment.average_bits().items():
-                if abs(assignment.bits[unit] - value) > 1e-6:
-                    raise AssignmentError(
-                        f"{source}: bits.{unit} says {assignment.bits[unit]}, its formats give "
-                        f"{value:.6f}. The file is damaged or edited; search again, or copy it again."
-                    )
+        assignment._check_bits(source)
         return assignment
+
+    def _check_bits(self, source: str) -> None:
+        """Raise AssignmentError for stated bits that the formats do not give; as `load`."""
+
+        def edited(unit: str, expected: str) -> AssignmentError:
+            return AssignmentError(
+                f"{source}: bits.{unit} says {self.bits[unit]}, its formats give {expected}. The file "
+                "is damaged or edited; search again, or copy it again."
+            )
+
+        # Shapes alone cannot tell that shared weights count once.
+        search = self.search
+        if search.weighting == "elements" and not search.shared_weights:
+            for unit, value in self.average_bits().items():
+                if abs(self.bits[unit] - value) > 1e-6:
+                    raise edited(unit, f"{value:.6f}")
+        operands: dict[str, tuple[Operand, ...]] = dict.fromkeys(BIT_UNITS, OPERANDS)
+        for unit, of in (operands | {"whole_model_bits_per_element": OPERANDS[:1]}).items():
+            whole = unit not in BIT_UNITS
+            counted: BitUnit = "bits_per_element" if whole else unit  # type: ignore[assignment]
+            values = [
+                self.format_of(o, k).bits(counted, self.shapes[k]) for o in of for k in self.formats
+            ]
+            low, high = min(values), 16.0 if whole else max(values)
+            if not low - 1e-6 <= self.bits[unit] <= high + 1e-6:
+                raise edited(unit, f"at least {low:.6f} and at most {high:.6f}")
 
     @property
     def unequal(self) -> dict[str, tuple[Format, Format]]:

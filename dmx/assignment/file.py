@@ -3,7 +3,6 @@
 Files of schema 1 are read, too: `upgraded` says them in the words of schema 2.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import Units
 from dmx.errors import AssignmentError, BudgetError, FormatError
+from dmx.files import read_json
 from dmx.formats import (
     BIT_UNITS,
     OPERANDS,
@@ -69,13 +69,13 @@ def read_body(path: Path) -> Any:
         AssignmentError: it cannot be read, or is no JSON.
     """
     try:
-        return json.loads(path.read_text())
+        return read_json(path)
     except OSError as error:
         raise AssignmentError(
             f"assignment={path}: cannot be read ({error.strerror}). Give the path of an "
             "assignment.json that a search wrote."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise AssignmentError(
             f"assignment={path}: is no JSON file ({error}). It is damaged: search again, or "
             "copy it again from where it came."
@@ -210,8 +210,13 @@ def _check_parts(body: Mapping[str, Any]) -> None:
                 type(v) in (int, float) and 0 <= v < 1e39 for v in amax.values()
             ):
                 raise ValueError(f"{key} must be null or give layers of formats a number >= 0")
-    if not all(isinstance(layer, str) for layer in body["unquantized"]):
+    left = body["unquantized"]
+    if not all(isinstance(layer, str) for layer in left):
         raise ValueError("unquantized must hold layer names")
+    if len(set(left)) < len(left):
+        raise ValueError(f"unquantized names {next(k for k in left if left.count(k) > 1)} twice")
+    if both := sorted(set(left) & set(body["formats"])):
+        raise ValueError(f"{both[0]} stands both in formats and in unquantized")
     if body["units"] not in get_args(Units):
         raise ValueError(f"units {body['units']!r}, allowed: {', '.join(get_args(Units))}")
     if (budget := body["budget"]) is not None:

@@ -4,7 +4,6 @@ Weights are decoded from the files' bytes, so what is measured is what was writt
 decoded weight again gives the same values: they lie on the grid already.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import Transform
+from dmx.files import read_json
 from dmx.models.weight_files import check_whole
 
 FROM_FILES = "files"
@@ -52,7 +52,7 @@ def is_exported(folder: Path) -> bool:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        body = json.loads((folder / "config.json").read_text())
+        body = read_json(folder / "config.json")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -125,7 +125,7 @@ def load_exported(
 
 def _stated_inputs(facts: Path) -> bool:
     check_whole(facts)
-    stated = json.loads(facts.read_text())
+    stated = read_json(facts)
     if not isinstance(stated, dict) or not isinstance(stated.get("inputs"), bool):
         raise ModelError(f"{facts} is damaged: it says nothing of inputs. Export again.")
     return bool(stated["inputs"])

@@ -4,13 +4,13 @@ Libraries answer a Git LFS pointer, a cut download or an index of another versio
 that names no file. Nothing here reads a tensor.
 """
 
-import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dmx.errors import ModelError
+from dmx.files import parse_json, read_json
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _INDEX = ".index.json"
@@ -55,8 +55,8 @@ def check_whole(path: Path) -> None:
         safetensors_header(path)
     elif path.suffix == ".json":
         try:
-            json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
+            read_json(path)
+        except ValueError as error:
             raise _damaged(path, f"it is no JSON ({error})") from error
     elif path.suffix == ".gguf" and not start.startswith(b"GGUF"):
         raise _damaged(path, "it does not begin with GGUF")
@@ -77,10 +77,10 @@ def safetensors_header(path: Path) -> Mapping[str, Any]:
             raise _damaged(path, f"of a header of {length} bytes {max(size - 8, 0)} are there")
         text = file.read(length)
     try:
-        header: dict[str, Any] = json.loads(text)
+        header: dict[str, Any] = parse_json(text)
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         ends = [int(entry["data_offsets"][1]) for entry in tensors.values()]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise _damaged(path, f"its header cannot be read: {type(error).__name__}") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
@@ -92,9 +92,9 @@ def _check_index(path: Path) -> None:
     """An index, and the files that it names."""
     check_whole(path)
     try:
-        shard_of = json.loads(path.read_text())["weight_map"]
+        shard_of = read_json(path)["weight_map"]
         shards = sorted({str(name) for name in shard_of.values()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     for shard in shards:
         file = path.parent / shard

@@ -7,12 +7,12 @@ the file and the key.
 from __future__ import annotations
 
 import dataclasses
-import json
 import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 
+from dmx import files
 from dmx.errors import RunError
 
 
@@ -23,7 +23,7 @@ def read_json(path: Path, way_out: str) -> dict[str, Any]:
         RunError: it does not exist or is none; ends in `way_out`.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = files.read_json(path)
     except FileNotFoundError:
         raise RunError(f"{path} does not exist: {way_out}.") from None
     except (ValueError, OSError) as error:

@@ -1,6 +1,5 @@
 """A run: its folder, the rows that it measured, and the record and report at its end."""
 
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rich.console import Console
 import dmx
 import mor
 from dmx.errors import RunError
-from dmx.files import write_json
+from dmx.files import read_json, write_json
 from dmx.kernels import ops
 from dmx.weights.config import WEIGHTS
 
@@ -113,7 +112,7 @@ class Run:
         path = self.row_path(key)
         if path.exists():
             try:
-                body = json.loads(path.read_text())
+                body = read_json(path)
             except ValueError as error:
                 raise RunError(
                     f"{path} is damaged ({error}). Delete it to measure again."

@@ -7,7 +7,6 @@ another tool's config           formats by name, for the weights of `model`: com
 mxfp4, mxfp6_e2m3, ..., bf16    one format everywhere
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
+from dmx.files import read_json
 from dmx.formats import BF16, BlockFormat, Format, get_block_format, get_format
 from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
@@ -101,7 +101,7 @@ def read_source(name: str, setting: str) -> Source:
 
 def _json_object(path: Path) -> dict[str, Any] | None:
     try:
-        body = json.loads(path.read_text())
+        body = read_json(path)
     except (OSError, ValueError):
         return None
     return body if isinstance(body, dict) else None

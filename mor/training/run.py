@@ -181,25 +181,31 @@ class TrainingRun:
                 f"{self.path} is damaged ({type(error).__name__}: "
                 f"{str(error).partition(chr(10))[0]}). Delete it to train from the start."
             ) from error
-        if not isinstance(state, dict) or "identity" not in state:
+        if not isinstance(state, dict) or not isinstance(state.get("identity"), dict):
             raise MorError(
                 f"{self.path} is damaged (it holds no training state). Delete it to train from the "
                 "start."
             )
-        saved = state["identity"] | {"mor": state["mor"] is not None}
+        saved = state["identity"] | {"mor": state.get("mor") is not None}
         asked = self.identity | {"mor": self.has_mor}
         if saved != asked:
             raise MorError(
                 f"{self.path} is the checkpoint of another run ({saved}, asked {asked}). Choose "
                 "another folder, or delete it."
             )
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if state["mor"] is not None:
-            load_decision_state(self.model, state["mor"])
-        if state["is_held"]:
-            self._hold()
-        return state["step"], state["seconds"]
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            if state["mor"] is not None:
+                load_decision_state(self.model, state["mor"])
+            if state["is_held"]:
+                self._hold()
+            return int(state["step"]), float(state["seconds"])
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise MorError(
+                f"{self.path} is damaged ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}). Delete it to train from the start."
+            ) from error
 
 
 def _enable_activation_checkpointing(model: nn.Module) -> None:

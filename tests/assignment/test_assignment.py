@@ -6,6 +6,7 @@ import json
 import pytest
 
 import dmx
+import dmx.files
 from dmx.applying.linear import quantized_layers
 from dmx.assignment.assignment import SCHEMA, Assignment, make_assignment
 from dmx.assignment.budget import Budget
@@ -335,3 +336,62 @@ def test_a_failed_save_keeps_the_old_file_and_leaves_no_scraps(assignment, tmp_p
     with pytest.raises(ValueError, match=r"JSON"):
         broken.save(path)
     assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+# ---------------------------------------------------------------- edited by hand
+
+
+def edited(body, path, value):
+    """The body with a value at a dotted place, `layer` for the first layer."""
+    body = copy.deepcopy(body)
+    *above, last = path
+    place = body
+    for key in above:
+        place = place[key]
+    place[last] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (
+            ("unquantized",),
+            ["lm_head", "model.layers.0.mlp.up_proj"],
+            "stands both in formats and in",
+        ),
+        (("unquantized",), ["lm_head", "lm_head"], "unquantized names lm_head twice"),
+        (("bits", "element_bits"), 4.0, r"bits\.element_bits says 4\.0, its formats give"),
+        (("bits", "whole_model_bits_per_element"), 3.0, "formats give at least 4.25"),
+        (("search", "shared_weights"), True, None),
+        (("search", "weighting"), "layers", None),
+    ],
+)
+def test_an_edited_assignment_is_refused(body, tmp_path, path, value, words):
+    changed = edited(body, path, value)
+    if words is None:  # the exact check cannot be made; a plausible one still is
+        assert Assignment.from_dict(changed).bits == body["bits"]
+        changed["bits"]["element_bits"], words = 7.5, "its formats give at least 4.0"
+    (tmp_path / "a.json").write_text(json.dumps(changed))
+    with pytest.raises(AssignmentError, match=words):
+        Assignment.load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("key", ["model.layers.0.mlp.up_proj", "schema", "element_bits"])
+def test_a_key_that_stands_twice_is_refused(body, tmp_path, key):
+    text = json.dumps(body)
+    own = f'"{key}": '
+    assert own in text
+    (tmp_path / "a.json").write_text(text.replace(own, f"{own}4, {own}", 1))
+    with pytest.raises(AssignmentError, match=f"the key '{key}' is there twice"):
+        Assignment.load(tmp_path / "a.json")
+
+
+def test_a_file_too_deep_or_too_large_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text('{"schema": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(AssignmentError, match="nested too deep"):
+        Assignment.load(path)
+    monkeypatch.setattr(dmx.files, "LARGEST_JSON", 100)
+    with pytest.raises(AssignmentError, match="has 200,012 bytes, at most 100 are read"):
+        Assignment.load(path)

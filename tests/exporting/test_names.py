@@ -125,6 +125,138 @@ def test_configs_of_no_known_tool_or_another_model(tiny_random, tmp_path):
         read_assignment(tmp_path, tiny_random.model)
 
 
+def _quark(**changed):
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32} | changed
+    return {"weight": weight}
+
+
+def _round(**changed):
+    return {"bits": 4, "data_type": "mx_fp", "group_size": 32} | changed
+
+
+Q, OUT, UP, GATE = (f"{L0}.{n}" for n in (
+    "self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.gate_proj"
+))  # fmt: skip
+OWN = {"layer_quant_config": {}, "global_quant_config": _quark()}
+ROUND = {"quant_method": "auto-round", **_round()}
+
+
+@pytest.mark.parametrize(
+    ("config", "in_format", "left"),
+    [
+        # names of a runtime that merges layers
+        (
+            {"config_groups": {"a": _group(4, [f"{L0}.self_attn.qkv_proj", UP])}},
+            [Q, UP],
+            [GATE, OUT],
+        ),
+        ({"config_groups": {"a": _group(4, ["Linear"])}, "ignore": ["re:.*qkv_proj"]}, [UP], [Q]),
+        (
+            {"quantized_layers": {f"{L0}.mlp.gate_up_proj": {"quant_algo": "MXFP4"}}},
+            [UP, GATE],
+            [Q],
+        ),
+        ({**OWN, "exclude": [f"{L0}.self_attn.qkv_proj"]}, [UP, OUT], [Q]),
+        # excluded names as patterns, and modules that hold what is excluded
+        ({**OWN, "exclude": ["*self_attn*"]}, [UP], [Q, OUT]),
+        ({**OWN, "exclude": [f"{L0}.self_attn"]}, [UP], [Q, OUT]),
+        ({**OWN, "exclude": ["re:.*up_proj"]}, [GATE, Q], [UP]),
+        (
+            {
+                "quantized_layers": {k: {"quant_algo": "MXFP4"} for k in (Q, OUT, UP)},
+                "exclude_modules": ["*mlp*"],
+            },
+            [Q, OUT],
+            [UP],
+        ),
+        ({**ROUND, "modules_to_not_convert": ["up_proj"]}, [Q, GATE], [UP, "lm_head"]),
+        # parts of names, and blocks
+        ({**ROUND, "extra_config": {"self_attn": {"bits": 16}}}, [UP], [Q, OUT]),
+        (
+            {**ROUND, "block_name_to_quantize": "model.layers.1"},
+            ["model.layers.1.mlp.up_proj"],
+            [UP],
+        ),
+    ],
+)
+def test_names_are_read_as_their_tool_reads_them(config, in_format, left, tiny_random):
+    found = read_assignment(config, tiny_random.model)
+    assert {found.formats.get(name) for name in in_format} == {"mxfp4"}
+    assert set(left) <= set(found.unquantized)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "words"),
+    [
+        # patterns that are no regular expression
+        (
+            {"config_groups": {"a": _group(4, ["re:*proj"])}},
+            AssignmentError,
+            r"'\*proj' is no regular",
+        ),
+        (
+            {"config_groups": {"a": _group(4, ["Linear"])}, "ignore": ["re:(lm_head"]},
+            AssignmentError,
+            "is no regular expression",
+        ),
+        (
+            {**ROUND, "extra_config": {"*.up_proj": {"bits": 8}}},
+            AssignmentError,
+            "is no regular expr",
+        ),
+        ({**ROUND, "modules_to_not_convert": ["["]}, AssignmentError, "is no regular expression"),
+        ({**OWN, "exclude": ["re:*"]}, AssignmentError, "is no regular expression"),
+        # blocks of other sizes, and scales that are no powers of two
+        ({**ROUND, "group_size": 16}, FormatError, "4 bits of mx_fp, group 16"),
+        ({"layer_config": {UP: _round(group_size=128)}}, FormatError, "group 128"),
+        (
+            {"quantized_layers": {UP: {"quant_algo": "MXFP4", "group_size": 16}}},
+            FormatError,
+            "MXFP4, group 16",
+        ),
+        (
+            {**OWN, "global_quant_config": _quark(group_size=64)},
+            FormatError,
+            "fp4 per_group, group 64",
+        ),
+        (
+            {"config_groups": {"a": _group(8, ["Linear"], scale_dtype="torch.bfloat16")}},
+            FormatError,
+            "float 8 bits, group 32, scales torch.bfloat16",
+        ),
+        # formats for layers that the model does not have
+        (
+            {"config_groups": {"a": _group(4, [UP, "model.layers.9.mlp.up_proj"])}},
+            AssignmentError,
+            r"'model\.layers\.9\.mlp\.up_proj' gives a format to no linear layer",
+        ),
+        (
+            {"config_groups": {"a": _group(4, [UP, "re:.*Wqkv"])}},
+            AssignmentError,
+            "'re:.*Wqkv' gives a format to no linear layer",
+        ),
+        (
+            {"quantized_layers": {k: {"quant_algo": "MXFP4"} for k in (UP, "model.wqkv")}},
+            AssignmentError,
+            "'model.wqkv' gives a format to no",
+        ),
+        (
+            {**OWN, "layer_quant_config": {"*.query_key_value": _quark()}},
+            AssignmentError,
+            "query_key_value' gives a format to no",
+        ),
+        (
+            {**ROUND, "extra_config": {"w1": {"bits": 8}}},
+            AssignmentError,
+            "'w1' gives a format to no",
+        ),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(config, kind, words, tiny_random):
+    with pytest.raises(kind, match=words):
+        read_assignment(config, tiny_random.model)
+
+
 # ---------------------------------------------------------------- recipes
 
 

@@ -384,7 +384,7 @@ def test_a_wrong_file_name_in_a_package_lists_the_right_one():
 def test_a_damaged_gguf_file_is_an_error(tmp_path):
     pytest.importorskip("gguf")
     (tmp_path / "model.gguf").write_bytes(b"GGUX" + bytes(100))
-    with pytest.raises(ModelError, match="it cannot be loaded"):
+    with pytest.raises(ModelError, match="is damaged: it does not begin with GGUF"):
         load_model(ModelConfig(id=str(tmp_path), gguf_file="model.gguf"))
 
 
