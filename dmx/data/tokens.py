@@ -20,7 +20,7 @@ class Tokens(Tensor):
     what else is made of them is a plain tensor."""
 
     start: tuple[int, ...] = ()
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)

@@ -75,6 +75,39 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def hold(folder: Path) -> int | None:
+    """Keep others out of a claimed folder while this process lives, or until `release`; kill -9 frees it, too.
+
+    Returns:
+        What `release` takes. None in all but the first of the processes that share one run, and where the file
+        system has no locks.
+
+    Raises:
+        FolderTaken: another command runs in it.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return None
+    descriptor = os.open(folder / CONFIG_FILE, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise FolderTaken(
+            f"run.folder={folder} is in use: the same command is running in it. Wait for that one, whose "
+            "results will be shown here, or choose another folder."
+        ) from error
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def release(held: int | None) -> None:
+    """Let others into the folder again."""
+    if held is not None:
+        os.close(held)
+
+
 def is_free_for(folder: Path, config_yaml: str) -> bool:
     """Whether the folder's settings are these, or none are there: another's are another run's, and
     so is the folder."""

@@ -19,6 +19,7 @@ from dmx.errors import DmxError
 
 from .composing import check_overrides, register
 from .folder import FolderTaken, is_free_for, write_error
+from .overrides import understood
 from .settings import CONFIGS
 
 console = Console(stderr=True)
@@ -52,6 +53,7 @@ def entry_point(
         def main() -> None:
             try:
                 check_overrides(sys.argv[1:], command)
+                sys.argv[1:] = understood(sys.argv[1:], schema)
             except DmxError as error:
                 _refuse(error)
             with no_lost_interrupts():

@@ -31,7 +31,7 @@ from ..reporting.report import write_report
 from ..reporting.tables import terminal_table
 from ..reporting.verdicts import verdict_texts
 from ..reporting.zero_shot_tables import zero_shot_terminal
-from .folder import claim, write_error
+from .folder import claim, hold, release, write_error
 from .guard import console, is_sweep, sweep_folder, with_folder
 from .memory import keep_freed_memory
 from .provenance import device_facts, peak_memory_bytes, time_text, versions
@@ -73,6 +73,7 @@ class Run:
             torch.set_num_threads(config.threads)
         self.requested: Any = OmegaConf.to_container(cfg, resolve=True)
         claim(self.folder, OmegaConf.to_yaml(cfg, resolve=True))
+        self._held = hold(self.folder)
         self.warnings: list[str] = []
         self.rows: list[Row | TrainingRow] = []
         self.model: ModelFacts | None = None
@@ -94,6 +95,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         self._caught.__exit__(None, None, None)
+        release(self._held)
         if isinstance(error, Exception):
             write_error(self.folder, self.command, error)
 
