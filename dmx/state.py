@@ -233,7 +233,7 @@ class StateFile:
             content = self.path.read_bytes()
             tensors = load(content)
             metadata = _metadata(content)
-            facts = metadata["facts"]
+            facts, fingerprint, code = (metadata[k] for k in ("facts", "fingerprint", "code"))
             if metadata["schema"] != STATE_SCHEMA:
                 raise ValueError(f"schema {metadata['schema']}, expected {STATE_SCHEMA}")
             if metadata["sha256"] != _content_sha256(facts, tensors):
@@ -241,12 +241,12 @@ class StateFile:
             state = State(parse_json(facts), tensors)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise self.damaged(error) from error
-        if metadata["fingerprint"] != self.fingerprint:
+        if fingerprint != self.fingerprint:
             raise RunError(
                 f"{self.path} is of a {self.what} with other settings, data or model. Choose another "
                 f"folder, or delete it to {self.way_out}."
             )
-        if metadata["code"] != self.code:
+        if code != self.code:
             raise RunError(
                 f"{self.path} was written by another version of dmx, whose numbers may differ. Go on "
                 f"with that version, choose another folder, or delete it to {self.way_out}."

@@ -93,7 +93,7 @@ def load_exported(
             f"{folder}: quant_method {method!r} is not read here. Read are: {', '.join(METHODS)}."
         )
     layout = LAYOUTS[METHODS[method]]
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     del config.quantization_config
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
@@ -225,4 +225,4 @@ def _tokenizer(folder: Path) -> Any:
 
     if not (folder / "tokenizer_config.json").is_file():
         return None
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -306,7 +306,7 @@ def _auto_round(
     def of(name: str) -> Mapping[str, Any] | None:
         """What is said of a layer apart from the rest."""
         if name in layers:
-            return layers[name]  # type: ignore[no-any-return]
+            return layers[name]
         if any(p.search(name) for p in left):
             return {"bits": 16}
         return next((layers[k] for k, p in patterns.items() if p.search(name)), None)
