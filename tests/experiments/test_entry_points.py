@@ -446,7 +446,12 @@ def start(module, *arguments, cwd):
     ("module", "arguments", "code", "words"),
     [
         ("search", ["budget.limit=3"], 2, "BudgetError: budget.limit=3 element_bits is below"),
-        ("search", ["search.stepz=3"], 1, "Could not override 'search.stepz'"),
+        (
+            "search",
+            ["search.stepz=3"],
+            2,
+            "search key='stepz' is not allowed. Did you mean 'steps'",
+        ),
         (
             "evaluate",
             ["assignments=[mxfp5]"],
