@@ -22,12 +22,12 @@ from dmx.exporting.layouts import Layout
 from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
-from dmx.transforms.block import BlockRotation
-from dmx.transforms.stage import Transform
 from dmx.files import read_json
 from dmx.models.config import ModelConfig
 from dmx.models.locating import explained
 from dmx.models.weight_files import check_whole
+from dmx.transforms.block import BlockRotation
+from dmx.transforms.stage import Transform
 
 FROM_FILES = "files"
 """What an assignment's `weights` are called that are the bytes of files."""
