@@ -161,7 +161,7 @@ def test_a_text_that_is_too_short(run):
 
 def test_the_old_spelling_is_an_error(run):
     code, _, err = run(export, "export.target=quark")
-    assert code == 1 and "Could not override 'export.target'" in err
+    assert code == 2 and "setting='export' is not allowed" in err
 
 
 def test_the_config_composes_with_its_defaults():
