@@ -22,7 +22,6 @@ from dmx.kernels.triton_line import shared_exponent
 from dmx.kernels.triton_mx import power_of_two
 from dmx.kernels.triton_scaled import (
     INFINITY,
-    ROW_LIMIT,
     ROW_TILE,
     TensorAmax,
     divided,
@@ -43,8 +42,8 @@ from dmx.numerics.mixed_line import Side, format_index
 AT_NVFP4, AT_FP8, AT_BF16 = (tl.constexpr(format_index(f)) for f in (NVFP4, FP8, BF16))
 LOW, HIGH = tl.constexpr(2), tl.constexpr(2 + len(Side._fields))
 """Where the fields of a side begin in a row of parameters."""
-FEWEST_BLOCKS, MOST_BLOCKS = 4, ROW_LIMIT // BLOCK_SIZE
-"""That a program holds."""
+FEWEST_BLOCKS, MOST_BLOCKS = 4, 256
+"""That a program holds, of a row."""
 
 
 @triton.jit
@@ -70,20 +69,23 @@ def _row_amax_kernel(x_ptr, largest_ptr, p_ptr, n, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _nvfp4_scale(magnitude, rule, inv_global, BLOCKS: tl.constexpr):
-    """Scales (BLOCKS, 32) of bits of |x|, NaN where a block of 16 is not finite."""
-    halves = tl.reshape(magnitude, (BLOCKS * 2, 16))
-    amax_bits = tl.max(halves, axis=1)
-    stored = nvfp4_stored(halves, finite_or_zero(amax_bits), inv_global, rule, BLOCKS * 2)
-    scale = tl.where(amax_bits < INFINITY, divided(stored, inv_global), float("nan"))
-    return tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS * 2, 16)), (BLOCKS, 32))
+def _mx_scale(magnitude, amax_bits, rule, emin, emax, mantissa, max_normal, BLOCKS: tl.constexpr):
+    """Scales of halves of MX blocks (2 BLOCKS,), NaN where a block is not finite.
+
+    amax_bits: (2 BLOCKS,) of halves.
+    """
+    whole = tl.max(tl.reshape(amax_bits, (BLOCKS, 2)), axis=1)
+    blocks = tl.reshape(magnitude, (BLOCKS, 32))
+    exponent = shared_exponent(blocks, whole, emin, emax, mantissa, max_normal, rule, BLOCKS)
+    scale = tl.where(whole < INFINITY, power_of_two(exponent), float("nan"))
+    return tl.reshape(tl.broadcast_to(scale[:, None], (BLOCKS, 2)), (BLOCKS * 2,))
 
 
 @triton.jit
 def _side(magnitude, p_ptr, inv_global, of_row, BLOCKS: tl.constexpr):
-    """|Q(x)| (BLOCKS, 32) of one format, NaN where a block is not finite, and whether it is not clamped.
+    """|Q(x)| of one format, NaN where a block is not finite, and whether it is not clamped.
 
-    magnitude: bits of |x|. of_row: bits of the largest magnitude of the row.
+    magnitude: (2 BLOCKS, 16) bits of |x|. of_row: bits of the largest magnitude of the row.
     """
     kind, rule = tl.load(p_ptr).to(tl.int32), tl.load(p_ptr + 1).to(tl.int32)
     emin, emax = tl.load(p_ptr + 2).to(tl.int32), tl.load(p_ptr + 3).to(tl.int32)
@@ -91,28 +93,26 @@ def _side(magnitude, p_ptr, inv_global, of_row, BLOCKS: tl.constexpr):
     x = magnitude.to(tl.float32, bitcast=True)
     value, inside = x, magnitude >= 0
     if kind != AT_BF16:
-        scale = tl.zeros((BLOCKS, 32), tl.float32)
+        amax_bits = tl.max(magnitude, axis=1)
+        scale = tl.zeros((BLOCKS * 2,), tl.float32)
         if kind == AT_NVFP4:
-            scale = _nvfp4_scale(magnitude, rule, inv_global, BLOCKS)
+            amax = finite_or_zero(amax_bits)
+            stored = nvfp4_stored(magnitude, amax, inv_global, rule, BLOCKS * 2)
+            scale = tl.where(amax_bits < INFINITY, divided(stored, inv_global), float("nan"))
         elif kind == AT_FP8:
             of_token = row_scale(finite_or_zero(of_row))
             scale += tl.where(of_row < INFINITY, of_token, float("nan"))
         else:
-            amax = tl.max(magnitude, axis=1)
-            exponent = shared_exponent(
-                magnitude, amax, emin, emax, mantissa, max_normal, rule, BLOCKS
-            )
-            of_block = tl.where(amax < INFINITY, power_of_two(exponent), float("nan"))
-            scale += of_block[:, None]
-        value, inside = quantized(x, scale, emin, emax, mantissa, max_normal)
+            scale = _mx_scale(magnitude, amax_bits, rule, emin, emax, mantissa, max_normal, BLOCKS)
+        value, inside = quantized(x, scale[:, None], emin, mantissa, max_normal)
     return value, inside
 
 
 @triton.jit
 def _place(n, BLOCKS: tl.constexpr):
-    """Row of this program, int64, its columns (BLOCKS, 32) and their mask."""
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    column = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    """Row of this program, int64, its columns by halves of blocks, (2 BLOCKS, 16), and their mask."""
+    half = tl.program_id(1) * BLOCKS * 2 + tl.arange(0, BLOCKS * 2)
+    column = half[:, None] * 16 + tl.arange(0, 16)[None, :]
     return tl.program_id(0).to(tl.int64), column, column < n
 
 
@@ -124,9 +124,9 @@ def _both(
     """`_side` of both formats."""
     inv_global = inverse_global_scale(number if IS_NUMBER else tl.load(amax_ptr))
     of_row = tl.max(tl.max(magnitude, axis=1), axis=0) if HOLDS_ROW else tl.load(rows_ptr + row)
-    high, high_inside = tl.zeros((BLOCKS, 32), tl.float32), magnitude >= 0
-    low, low_inside = high, high_inside
-    # No unrolled loop: a side is a lot to compile.
+    low, high = tl.zeros_like(magnitude).to(tl.float32), tl.zeros_like(magnitude).to(tl.float32)
+    low_inside, high_inside = magnitude >= 0, magnitude >= 0
+    # A loop keeps the registers of one side. What it carries must be four tensors: names of one tensor are one.
     for side in range(2):
         low, low_inside = high, high_inside
         side_ptr = p_ptr + LOW + side * (HIGH - LOW)
@@ -193,14 +193,14 @@ def _of_rows(x: Tensor, parameters: Tensor) -> tuple[Tensor, tuple[int, int], di
     blocks = max(triton.next_power_of_2(-(-n // BLOCK_SIZE)), FEWEST_BLOCKS)
     largest, holds_row = x, blocks <= MOST_BLOCKS
     if not holds_row:
-        blocks = MOST_BLOCKS // 4
+        blocks = MOST_BLOCKS // 2
         largest = torch.empty(rows, dtype=torch.int32, device=x.device)
         warps = warps_for(ROW_TILE)
         _row_amax_kernel[(rows,)](x, largest, parameters, n, COLUMNS=ROW_TILE, num_warps=warps)
     options = {
         "HOLDS_ROW": holds_row,
         "BLOCKS": blocks,
-        "num_warps": warps_for(blocks * BLOCK_SIZE),
+        "num_warps": warps_for(blocks * BLOCK_SIZE * 2),
         "enable_fp_fusion": False,
     }
     return largest, (rows, triton.cdiv(n, blocks * BLOCK_SIZE)), options
