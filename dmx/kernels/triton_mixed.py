@@ -42,8 +42,9 @@ from dmx.numerics.mixed_line import Side, format_index
 AT_NVFP4, AT_FP8, AT_BF16 = (tl.constexpr(format_index(f)) for f in (NVFP4, FP8, BF16))
 LOW, HIGH = tl.constexpr(2), tl.constexpr(2 + len(Side._fields))
 """Where the fields of a side begin in a row of parameters."""
-FEWEST_BLOCKS, MOST_BLOCKS = 4, 256
-"""That a program holds, of a row."""
+FEWEST_BLOCKS = 4
+MOST_BLOCKS = {4: 128, 2: 256}
+"""That a program holds, of a row, by bytes of an input element: more would leave the registers."""
 
 
 @triton.jit
@@ -191,9 +192,9 @@ def _of_rows(x: Tensor, parameters: Tensor) -> tuple[Tensor, tuple[int, int], di
     """Largest magnitudes of rows that no program holds, the grid, and how kernels are launched."""
     rows, n, _ = rows_of(x)
     blocks = max(triton.next_power_of_2(-(-n // BLOCK_SIZE)), FEWEST_BLOCKS)
-    largest, holds_row = x, blocks <= MOST_BLOCKS
+    largest, holds_row = x, blocks <= MOST_BLOCKS[x.element_size()]
     if not holds_row:
-        blocks = MOST_BLOCKS // 2
+        blocks = MOST_BLOCKS[4]
         largest = torch.empty(rows, dtype=torch.int32, device=x.device)
         warps = warps_for(ROW_TILE)
         _row_amax_kernel[(rows,)](x, largest, parameters, n, COLUMNS=ROW_TILE, num_warps=warps)
