@@ -21,7 +21,11 @@ def needs_calibration(assignment: Assignment) -> bool:
 
 
 def calibrate_inputs(
-    model: nn.Module, assignment: Assignment, batches: Iterable[Tensor]
+    model: nn.Module,
+    assignment: Assignment,
+    batches: Iterable[Tensor],
+    *,
+    static: bool = False,
 ) -> Assignment:
     """The assignment with `input_amax`: the largest magnitudes of the inputs that nvfp4 quantizes.
 
@@ -31,6 +35,7 @@ def calibrate_inputs(
     Args:
         model: that the assignment was made for, without it applied; it is left as it was.
         batches: int64 token ids (batch, length), all of one shape, as for `search`.
+        static: those of fp8, too, which then have one scale for all tokens instead of one each.
 
     Returns:
         The same assignment where no input needs it.
@@ -44,7 +49,7 @@ def calibrate_inputs(
         )
     assignment.check(model)
     formats = assignment.block_formats("input")
-    layers = [n for n, f in formats.items() if f.needs_input_amax]
+    layers = [n for n, f in formats.items() if f.needs_input_amax or (static and not f.is_mx)]
     if not layers:
         return assignment
     listed = list_batches(batches, model)

@@ -2,6 +2,7 @@
 
 vLLM, SGLang and TensorRT-LLM run the layers of a fused group (q/k/v, gate/up) as one product, with one
 global scale for its NVFP4 weights: of several they take the largest, and the other layers' weights are wrong.
+ModelOpt's FP8 has one scale for a whole weight, and one for a fused group likewise (`per_tensor`).
 An assignment that says `weight_amax` is quantized with the shared scales wherever it is applied, rounded,
 learned and exported.
 """
@@ -13,31 +14,35 @@ import torch
 from torch import nn
 
 from dmx.applying.apply import is_applied
-from dmx.applying.stored import stored_weights
+from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, ModelError
 from dmx.models.linears import fused_group, linear_layers
 from dmx.transforms.stage import Transform, transformed
 
 
-def sharing_groups(assignment: Assignment) -> dict[str, list[str]]:
-    """fused group -> its layers in a format with a global scale, of groups with several such layers."""
+def sharing_groups(assignment: Assignment, *, per_tensor: bool = False) -> dict[str, list[str]]:
+    """fused group -> its layers whose weights have one scale in common: in nvfp4, of groups with several such
+    layers; per_tensor: also in fp8, whose rows then have one, of any group."""
     groups: dict[str, list[str]] = {}
+    by_row = []
     for layer, block_format in assignment.block_formats("weight").items():
         if block_format.scale.global_bits:
             groups.setdefault(fused_group(layer), []).append(layer)
-    return {group: layers for group, layers in groups.items() if len(layers) > 1}
+        elif per_tensor and not block_format.block_size:
+            groups.setdefault(fused_group(layer), []).append(layer)
+            by_row.append(fused_group(layer))
+    return {group: layers for group, layers in groups.items() if len(layers) > 1 or group in by_row}
 
 
-def shares_scales(assignment: Assignment) -> bool:
-    """Whether the layers of each fused group have one global scale, in the weights as they are stored or will
-    be rounded; AssignmentError where the file of the weights is missing or damaged."""
+def shares_scales(assignment: Assignment, *, per_tensor: bool = False) -> bool:
+    """Whether the layers of each of the `sharing_groups` have one scale, in the weights as they are stored or
+    will be rounded; AssignmentError where the file of the weights is missing or damaged."""
     stored = stored_weights(assignment)
-    for layers in sharing_groups(assignment).values():
+    for layers in sharing_groups(assignment, per_tensor=per_tensor).values():
         if stored:
-            scales = [stored[layer].inv_global for layer in layers]
-            assert all(scale is not None for scale in scales)
-            if len({float(scale) for scale in scales if scale is not None}) > 1:
+            scales = {scale for layer in layers for scale in _scales_of(stored[layer])}
+            if len(scales) > 1:
                 return False
         else:
             stated = [assignment.amax_of_weight(layer) for layer in layers]
@@ -46,11 +51,20 @@ def shares_scales(assignment: Assignment) -> bool:
     return True
 
 
-def share_scales(model: nn.Module, assignment: Assignment) -> Assignment:
+def _scales_of(stored: StoredWeight) -> set[float]:
+    """Those of a whole weight: its global one, or those of its rows that are not zero."""
+    scales = stored.scales[stored.scales > 0] if stored.inv_global is None else stored.inv_global
+    return set(scales.flatten().tolist())
+
+
+def share_scales(
+    model: nn.Module, assignment: Assignment, *, per_tensor: bool = False
+) -> Assignment:
     """The assignment with one global scale for the NVFP4 weights of each fused group, in `weight_amax`.
 
     Args:
         model: that the assignment was made for, without it applied; it is left as it was.
+        per_tensor: FP8 weights have one scale instead of one a row, a fused group together.
 
     Returns:
         The same assignment where nothing is to share, or is shared already.
@@ -59,13 +73,13 @@ def share_scales(model: nn.Module, assignment: Assignment) -> Assignment:
         AssignmentError: it is for another model, or its weights are stored with scales of their own.
         ModelError: an assignment is applied.
     """
-    if shares_scales(assignment):
+    if shares_scales(assignment, per_tensor=per_tensor):
         return assignment
-    groups = sharing_groups(assignment)
+    groups = sharing_groups(assignment, per_tensor=per_tensor)
     if stored_weights(assignment):
         raise AssignmentError(
-            f"the assignment's weights are stored ({(assignment.weights or {}).get('name')}) with a global "
-            f"scale for each layer, first of {next(iter(groups))}; another one would round them again. Share "
+            f"the assignment's weights are stored ({(assignment.weights or {}).get('name')}) with scales of their "
+            f"own, first of {next(iter(groups))}; others would round them again. Share "
             "the scales before the weights are made: dmx.share_scales(model, assignment), or "
             "search.target=vllm."
         )

@@ -79,7 +79,7 @@ class Assignment:
     search: SearchFacts = field(default_factory=SearchFacts)
     input_amax: Mapping[str, float] | None = None
     """layer name -> largest magnitude of the input, transformed, on calibration data; of inputs whose
-    format has one scale for whole tensors (nvfp4). None: of none."""
+    format has one scale for whole tensors: nvfp4, and fp8 where one is named. None: of none."""
     weight_amax: Mapping[str, float] | None = None
     """layer name -> largest magnitude that the scales of its weight are made for, where that is not the
     weight's own: one for several layers (nvfp4), or one for all rows (fp8). None: of none."""
@@ -195,8 +195,12 @@ class Assignment:
             AssignmentError: it is needed and was not measured.
         """
         block_format = self.format_of("input", layer)
-        if not (isinstance(block_format, BlockFormat) and block_format.needs_input_amax):
+        if not isinstance(block_format, BlockFormat) or block_format.is_mx:
             return None
+        if not block_format.needs_input_amax:
+            return (self.input_amax or {}).get(
+                layer
+            )  # fp8: one scale for all tokens, where it says so
         if layer not in (self.input_amax or {}):
             raise AssignmentError(
                 f"input_amax says nothing of {layer}, whose input is in {block_format}: that has one "

@@ -20,6 +20,7 @@ _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
 _CT_VLLM = _VLLM_FORMATS | {"fp8", "nvfp4"}
 _CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | _CT_VLLM
 _CT_INPUTS = _CT_VLLM
+_MODELOPT_FORMATS = frozenset({"nvfp4", "fp8"})
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
 
@@ -35,12 +36,22 @@ class Loader:
     needs_fused_units: bool = False
     shares_scales: bool = False
     """It has one global scale for the NVFP4 weights of a fused group, and one for their input."""
+    per_tensor: bool = False
+    """Its FP8 has one scale for a weight and one for its input, instead of one a row and a token."""
     rotates_inputs: bool = False
     """It rotates inputs at run time where the files ask for it."""
     input_formats: frozenset[str] = frozenset()
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
+    beside: frozenset[str] | None = None
+    """The weights' formats that it does so beside; None: all."""
     notes: tuple[str, ...] = ()
     """What else its users should know."""
+
+    def takes(self, weight: str, of_input: str) -> bool:
+        """Whether it runs an input in a format beside a weight in one; bf16 is left alone."""
+        if of_input in (weight, "bf16"):
+            return True
+        return of_input in self.input_formats and (self.beside is None or weight in self.beside)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,11 @@ class Target:
     def shares_scales(self) -> bool:
         """Whether one of its loaders does."""
         return any(loader.shares_scales for loader in self.loaders)
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one of its loaders is."""
+        return any(loader.per_tensor for loader in self.loaders)
 
 
 _CT = "transformers >= 5 + compressed-tensors >= 0.20"
@@ -89,7 +105,15 @@ TARGETS: dict[str, Target] = {
     "quark": Target(
         _QUARK_FORMATS,
         (
-            Loader("vLLM", _QUARK_FORMATS, _VLLM, needs_fused_units=True),
+            Loader(
+                "vLLM",
+                _QUARK_FORMATS,
+                _VLLM,
+                needs_fused_units=True,
+                input_formats=frozenset({"mxfp6_e2m3", "mxfp6_e3m2"}),
+                beside=frozenset({"mxfp4"}),
+                notes=("before 0.32 no MXFP8",),
+            ),
             Loader(
                 "transformers + amd-quark",
                 _QUARK_FORMATS,
@@ -97,6 +121,26 @@ TARGETS: dict[str, Target] = {
                 input_formats=_QUARK_FORMATS,
             ),
         ),
+    ),
+    "modelopt_checkpoint": Target(
+        _MODELOPT_FORMATS,
+        tuple(
+            Loader(
+                name,
+                _MODELOPT_FORMATS,
+                requires,
+                needs_fused_units=True,
+                shares_scales=True,
+                per_tensor=True,
+                notes=("never run from these folders",),
+            )
+            for name, requires in (
+                ("vLLM", "vLLM >= 0.26"),
+                ("SGLang", "SGLang with modelopt_mixed"),
+                ("TensorRT-LLM", "TensorRT-LLM >= 1.0"),
+            )
+        ),
+        needs_fused_units=True,
     ),
     "torchao": Target(
         _ALL_FORMATS,
@@ -156,10 +200,10 @@ def obstacles(
     if is_rotated and not loader.rotates_inputs:
         reasons.append(f"{loader.name} does not rotate inputs")
     unequal = {k: f for k, f in (inputs or {}).items() if f not in (formats[k], "bf16")}
-    if unheld := sorted(set(unequal.values()) - loader.input_formats):
+    if refused := [k for k, f in unequal.items() if not loader.takes(formats[k], f)]:
+        pair = f"in {unequal[refused[0]]} beside weights in {formats[refused[0]]}"
         reasons.append(
-            f"{loader.name} does not run inputs in {_join(unheld)} beside weights in another format "
-            f"({len(unequal)} layers, first {next(iter(unequal))})"
+            f"{loader.name} does not run inputs {pair} ({len(refused)} layers, first {refused[0]})"
         )
     elif unequal and fused and (split := split_groups(inputs or {}, unquantized)):
         reasons.append(f"{len(split)} fused groups differ in their inputs, first {split[0]}")

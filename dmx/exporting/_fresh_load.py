@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,24 +69,74 @@ def rotate_inputs(model: Any, folder: Path) -> set[str]:
     return used
 
 
-def main(job_file: str) -> None:
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def dequantized(folder: Path) -> dict[str, Tensor]:
+    """State dict in bf16 of a folder in ModelOpt's layout, by ModelOpt's formulas."""
+    stated = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    files: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        files |= load_file(path)
+    state = {}
+    for layer, how in stated["quantized_layers"].items():
+        codes, scale = files.pop(f"{layer}.weight"), files.pop(f"{layer}.weight_scale").float()
+        files.pop(f"{layer}.input_scale", None)
+        if how["quant_algo"] == "FP8":
+            state[f"{layer}.weight"] = (codes.float() * scale).bfloat16()
+            continue
+        nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+        values = _E2M1[nibbles & 7] * torch.where(nibbles > 7, -1.0, 1.0)
+        scale = scale * files.pop(f"{layer}.weight_scale_2")
+        blocks = values.unflatten(-1, (-1, how["group_size"])) * scale[..., None]
+        state[f"{layer}.weight"] = blocks.flatten(-2).bfloat16()
+    return state | files
+
+
+def load_dequantized(folder: Path, attention: str | None) -> tuple[Any, dict[str, Any]]:
+    """A model of weights that were dequantized, and what was missing or unexpected."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    options = {} if attention is None else {"attn_implementation": attention}
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
+    info = model.load_state_dict(dequantized(folder), strict=False)
+    model.tie_weights()
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    return model, {
+        "missing_keys": set(info.missing_keys) - tied,
+        "unexpected_keys": set(info.unexpected_keys),
+    }
+
+
+def load(job: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A model as its users load it, and what was missing, unexpected or mismatched."""
     from transformers import AutoModelForCausalLM
 
+    folder = Path(job["folder"])
+    if job["reader"] == "modelopt":
+        return load_dequantized(folder, job["attention"])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        attn_implementation=job["attention"],
+        output_loading_info=True,
+    )
+    model, info = loaded
+    if job["rotates"]:
+        used = rotate_inputs(model, folder)
+        info["unexpected_keys"] = set(info["unexpected_keys"]) - used
+    return model, info
+
+
+def main(job_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     torch.set_num_threads(job["threads"])
     started = time.perf_counter()
     # Loaders print progress to standard output; that one is for nobody here.
     with contextlib.redirect_stdout(sys.stderr):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            job["folder"],
-            dtype=torch.bfloat16,
-            attn_implementation=job["attention"],
-            output_loading_info=True,
-        )
-        model, info = loaded
-        if job["rotates"]:
-            used = rotate_inputs(model, Path(job["folder"]))
-            info["unexpected_keys"] = set(info["unexpected_keys"]) - used
+        model, info = load(job)
         model = model.to(job["device"]).eval()
         problems = {key: sorted(map(str, value)) for key, value in info.items() if value}
         rows = rows_of(model, load_file(job["tokens"])["tokens"], job["kept"])

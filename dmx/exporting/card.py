@@ -76,6 +76,8 @@ def _verification(facts: dict[str, Any], *, rotates: bool) -> list[str]:
     if measured is None:
         return ["**Not verified**: this folder was written with `verify=false`."]
     why = "the loader scales inputs by its own rule"
+    if "formulas" in measured["loader"]:
+        why = "scales are multiplied, not divided by an inverse"
     if rotates:
         why = "inputs are rotated in float32, here by a matrix in bf16"
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
@@ -112,7 +114,8 @@ def _bytes_text(size: Mapping[str, int]) -> str:
         )
     return (
         f"Quantized tensors: {size['quantized_bytes']:,} bytes; at bits per element they would "
-        f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes). "
+        f"be {size['bits_per_element_bytes']:,} (torchao stores 6-bit codes in whole bytes; ModelOpt's FP8 has "
+        "one scale a weight, not one a row). "
         f"All tensors: {size['total']:,} bytes."
     )
 
@@ -130,7 +133,7 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
 
 def _how_to_load(plan: Plan) -> list[str]:
     assert plan.layout is not None
-    if plan.rotation is not None:
+    if plan.rotation is not None or plan.layout.reader != "transformers":
         return ["```sh", "vllm serve <this folder>", "```"]
     return [
         "```python",

@@ -64,7 +64,7 @@ def export(
     Args:
         model: a causal language model, or its hub name or folder (loaded in bf16).
         folder: must not exist; its parent is made.
-        target: assignment | compressed_tensors | quark | torchao, or names alone for another
+        target: assignment | compressed_tensors | quark | modelopt_checkpoint | torchao, or names alone for another
             tool: llm_compressor | modelopt | auto_round | llama_cpp.
         profile: of compressed_tensors, vllm | transformers; None = the strictest that holds the
             formats.
@@ -173,6 +173,8 @@ def _write_weights(
     if plan.rotation is not None:
         config[KEY] = transform_config(plan.rotation, plan.layers)
     _write_config(model, folder, config, is_head_apart(model, plan))
+    for name, body in layout.files(plan.layers, plan.kept).items():
+        write_json(folder / name, body)
     return {"total": total, **check_files(folder, plan, tensors.plain)}
 
 

@@ -94,6 +94,12 @@ class Layout:
     """What a file holds of a layer's input: name -> tensor"""
     input_amax: Mapping[str, Callable[[Tensor, BlockFormat], float]] = field(default_factory=dict)
     """Name of such a tensor -> inverse of `input_tensors`, up to the last bit"""
+    files: Callable[[Layers, Sequence[str]], dict[str, dict[str, Any]]] = lambda *_: {}
+    """Further JSON files: name -> content; arguments as of `config`."""
+    may_differ: float = 0.0
+    """Relative error of logits of loaded weights that its reader's arithmetic explains; 0: equal to the bit."""
+    reader: str = "transformers"
+    """What the fresh process loads with: transformers, or weights dequantized as `modelopt` does, and no inputs."""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
 

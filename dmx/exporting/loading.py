@@ -31,7 +31,12 @@ from dmx.transforms.stage import Transform
 
 FROM_FILES = "files"
 """What an assignment's `weights` are called that are the bytes of files."""
-METHODS = {"compressed-tensors": "compressed_tensors", "quark": "quark", "torchao": "torchao"}
+METHODS = {
+    "compressed-tensors": "compressed_tensors",
+    "quark": "quark",
+    "torchao": "torchao",
+    "modelopt": "modelopt_checkpoint",
+}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
 from dmx.errors import FormatError
-from dmx.exporting import compressed_tensors, quark, torchao
+from dmx.exporting import compressed_tensors, modelopt, quark, torchao
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
@@ -24,7 +24,8 @@ from dmx.models.linears import fused_group
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 
 LAYOUTS: dict[str, Layout] = {
-    layout.name: layout for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, torchao.LAYOUT)
+    layout.name: layout
+    for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, modelopt.LAYOUT, torchao.LAYOUT)
 }
 EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
 PROFILES = ("vllm", "transformers")
@@ -60,23 +61,22 @@ class Plan:
         Warns:
             The assignment in the folder is then another than the one that was given.
         """
-        if not self._must_share() or shares_scales(self.assignment):
+        if self.layout is None:
             return self
-        groups = sharing_groups(self.assignment)
+        holds = TARGETS[target_key(self.target, self.profile)]
+        if not holds.shares_scales or shares_scales(self.assignment, per_tensor=holds.per_tensor):
+            return self
+        groups = sharing_groups(self.assignment, per_tensor=holds.per_tensor)
+        what = "NVFP4 and FP8 weights" if holds.per_tensor else "NVFP4 weights"
         warnings.warn(
-            f"{_setting(self.target, self.profile)}: the NVFP4 weights of {len(groups)} fused groups get one "
-            "global scale each, as the runtime has it, and round otherwise than the assignment says so far; "
+            f"{_setting(self.target, self.profile)}: the {what} of {len(groups)} fused groups get one global "
+            "scale each, as the runtime has it, and round otherwise than the assignment says so far; "
             "the assignment in the folder says it (weight_amax). search.target=vllm or dmx.share_scales "
             "do it beforehand.",
             stacklevel=2,
         )
-        shared = share_scales(model, self.assignment)
+        shared = share_scales(model, self.assignment, per_tensor=holds.per_tensor)
         return replace(self, assignment=shared, layers=layers_of(shared, inputs=self.inputs))
-
-    def _must_share(self) -> bool:
-        return (
-            self.layout is not None and TARGETS[target_key(self.target, self.profile)].shares_scales
-        )
 
     @property
     def transform(self) -> str:
@@ -199,7 +199,7 @@ def check_holds(
             "profile=transformers, or search again with search.units=fused."
         )
     if holds.shares_scales:
-        _check_scales(assignment, setting, inputs)
+        _check_scales(assignment, setting, inputs, per_tensor=holds.per_tensor)
     if inputs:
         _check_unequal(assignment, target, profile)
         _check_no_lone_inputs(assignment)
@@ -207,15 +207,15 @@ def check_holds(
         check_in_features(layer, assignment.shapes[layer][1], block_format)
 
 
-def _check_scales(assignment: Assignment, setting: str, inputs: bool) -> None:
-    """Raise FormatError where layers of a fused group have global scales that differ and cannot be shared."""
-    if not shares_scales(assignment) and stored_weights(assignment):
-        group, layers = next(iter(sharing_groups(assignment).items()))
+def _check_scales(assignment: Assignment, setting: str, inputs: bool, *, per_tensor: bool) -> None:
+    """Raise FormatError where layers of a fused group have scales that differ and cannot be shared."""
+    if not shares_scales(assignment, per_tensor=per_tensor) and stored_weights(assignment):
+        group, layers = next(iter(sharing_groups(assignment, per_tensor=per_tensor).items()))
         raise FormatError(
-            f"{setting} has one global scale for the NVFP4 weights of each fused group, and those of the "
-            f"assignment are stored with one for each layer, first {group} ({len(layers)} layers). Use "
-            "profile=transformers; or share the scales before the weights are made: search.target=vllm, or "
-            "dmx.share_scales(model, assignment)."
+            f"{setting} has one global scale for the weights of each fused group, and those of the "
+            f"assignment are stored with more, one for each layer or row, first {group} ({len(layers)} "
+            "layers). Use target=compressed_tensors, profile=transformers; or share the scales before the "
+            f"weights are made: dmx.share_scales(model, assignment{', per_tensor=True' * per_tensor})."
         )
     seen: dict[str, tuple[str, float | None]] = {}
     for layer in assignment.block_formats("input") if inputs else ():

@@ -51,6 +51,9 @@ _MODELOPT = {
     "W4A8_MXFP4_FP8": "mxfp4",
     "MXFP6": "mxfp6_e3m2",
     "MXFP8": "mxfp8_e4m3",
+    "NVFP4": "nvfp4",
+    "W4A16_NVFP4": "nvfp4",
+    "FP8": "fp8",
 }
 _AUTO_ROUND = {
     "mx_fp4": "mxfp4",
@@ -276,7 +279,8 @@ def _quark(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
 
 def _modelopt(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
     layers: Mapping[str, Any] = body["quantized_layers"]
-    excluded = _any_of(_glob(p, names) for p in body.get("exclude_modules") or ())
+    left = body.get("exclude_modules") or body.get("ignore") or ()
+    excluded = _any_of(_glob(p, names) for p in left)
     named = {key: _meant(key.__eq__, names) for key in layers}
 
     def choose(name: str) -> BlockFormat | None:

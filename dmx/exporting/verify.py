@@ -128,11 +128,13 @@ def check_loading(
     layout = plan.layout
     assert layout is not None
     assignment = replace(plan.assignment, transform=None)
+    inputs = plan.inputs and layout.reader == "transformers"
+    may_differ = layout.may_differ if plan.rotation is None else ROTATED_MAY_DIFFER
     if tokens is None:
         tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
     with as_loaded(model) as reference:
         device = str(next(reference.parameters()).device)
-        with applied(reference, assignment, inputs=plan.inputs, cache_weights=True):
+        with applied(reference, assignment, inputs=inputs, cache_weights=True):
             ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
     attention = getattr(model.config, "_attn_implementation", None)
     theirs, report = _load_elsewhere(
@@ -144,14 +146,15 @@ def check_loading(
             "please report it."
         )
     result = _compare(ours, theirs, report, layout, tokens)
-    if plan.rotation is not None:
-        if not plan.inputs and result.relative_error > ROTATED_MAY_DIFFER:
+    if may_differ:
+        rotated = f", with inputs rotated as its {KEY} says" if plan.rotation else ""
+        if not inputs and result.relative_error > may_differ:
             raise RunError(
-                f"{folder}: loaded in a fresh process, with inputs rotated as its {KEY} says, logits differ "
-                f"from the fake-quantized model's by {result.relative_error:.3g} of their norm. The export is "
-                "wrong; please report it."
+                f"{folder}: loaded in a fresh process{rotated}, logits differ from the fake-quantized "
+                f"model's by {result.relative_error:.3g} of their norm. The export is wrong; please report "
+                "it."
             )
-    elif not result.equal and (not plan.inputs or layout.exact_inputs):
+    elif not result.equal and (not inputs or layout.exact_inputs):
         raise RunError(
             f"{folder}: loaded in a fresh process, logits differ from the fake-quantized model's "
             f"by up to {result.max_difference:.3g} and must be equal. The export is wrong; please "
@@ -179,7 +182,9 @@ def _compare(
         kl += float((p.exp() * (p - q)).sum())
         count += len(a)
     return Verification(
-        loader=" + ".join(("transformers", *layout.packages)),
+        loader=" + ".join(("transformers", *layout.packages))
+        if layout.reader == "transformers"
+        else f"transformers, weights dequantized by {layout.reader}'s formulas, inputs left alone",
         versions=report["versions"],
         tokens=tokens.numel(),
         equal=torch.equal(ours["logits"], theirs["logits"])
@@ -213,6 +218,7 @@ def _load_elsewhere(
             "attention": attention,
             "kept": KEPT_ROWS,
             "rotates": rotates,
+            "reader": layout.reader,
             "packages": layout.packages,
             "out": str(out),
         }

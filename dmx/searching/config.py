@@ -308,11 +308,8 @@ class SearchSettings:
             )
         self._check_input_target(target)
         if self.choices == "separate":
-            alone = [
-                f.name
-                for f in self.format_family.formats
-                if f is not BF16 and f.name not in target.input_formats
-            ]
+            names = [f.name for f in self.format_family.formats if f is not BF16]
+            alone = [f for f in names if not all(target.takes(weight, f) for weight in names)]
             if alone:
                 family = "a search.family of those formats, " if target.input_formats else ""
                 raise FormatError(
@@ -333,9 +330,11 @@ class SearchSettings:
         """Raise FormatError where the runtime cannot run inputs in `input_format` beside all weights."""
         held, asked = target.input_formats, self.input_format
         others = {f.name for f in self.format_family.formats} - {asked, BF16.name}
-        if asked in (None, BF16.name, *held):
+        if asked is None or all(target.takes(weight, asked) for weight in others):
             return
         names = ", ".join(sorted(held | {BF16.name}))
+        if target.beside is not None:
+            names = f"{BF16.name}, beside {', '.join(sorted(target.beside))} also {', '.join(sorted(held))}"
         raise FormatError(
             f"search.input_format={asked}: {target.name} of search.target={self.target} cannot run "
             f"inputs in it beside weights in {', '.join(sorted(others))}. Beside weights in another "

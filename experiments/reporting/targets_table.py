@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles
+from dmx.formats import BLOCK_FORMATS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
 
 from .groups import Group
@@ -46,6 +48,35 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
         "Layers in BF16 are left out of every target."
     )
     table = scroll_table(el("tr", lead, heads), body, cls="targets")
+    used = {
+        f
+        for g in shown
+        for row in g.rows
+        if row.assignment
+        for f in assignments[row.assignment]["formats"].values()
+    }
+    runs = _runs_table([f for f in BLOCK_FORMATS if f in used])
+    return el("div", table, el("p", note, cls="note"), runs)
+
+
+def _runs_table(formats: Sequence[str]) -> Html | None:
+    """How vLLM runs layers of these formats, a row a card."""
+    if not formats:
+        return None
+    body = []
+    for target, loader in HOW_IT_RUNS:
+        for card in CARDS:
+            words = how_it_runs(target, loader, card, formats)
+            cells = [el("td", words[f]) for f in formats]
+            body.append(
+                el("tr", el("th", target, scope="row"), el("td", f"{loader}, {card}"), cells)
+            )
+    heads = [el("th", title, scope="col") for title in ("export target", "runs on", *formats)]
+    note = (
+        "What runs, which the folder does not decide alone: read in the source of vLLM 0.32, not measured on a "
+        "card. All other loaders dequantize."
+    )
+    table = scroll_table(el("tr", heads), body, cls="targets")
     return el("div", table, el("p", note, cls="note"))
 
 

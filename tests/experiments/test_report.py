@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dmx.assignment.runtimes import HOW_IT_RUNS, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles, split_groups
 from dmx.errors import RunError
 from dmx.formats import BLOCK_FORMATS
@@ -534,7 +535,12 @@ def test_targets_follow_formats_and_fused_groups():
         }
 
     assert TARGETS["assignment.json"].formats == set(BLOCK_FORMATS)
-    everything = {f"{n}/{x.name}" for n, t in TARGETS.items() for x in t.loaders}
+    everything = {
+        f"{n}/{x.name}" for n, t in TARGETS.items() for x in t.loaders if "mxfp4" in x.formats
+    }
+    assert loading({q: "fp8", k: "fp8"}) - everything == {
+        f"modelopt_checkpoint/{name}" for name in ("vLLM", "SGLang", "TensorRT-LLM")
+    }
     assert (
         loading({q: "mxfp4", k: "mxfp4"})
         == everything
@@ -559,6 +565,28 @@ def test_targets_follow_formats_and_fused_groups():
     )
     assert "quark/vLLM" in loading({q: "mxfp6_e3m2", k: "mxfp6_e3m2"})
     assert loading({q: "mxfp8_e5m2"}) == {"assignment.json/dmx", "torchao/transformers"}
+    quark = TARGETS["quark"]
+    (vllm,) = (x for x in quark.loaders if x.name == "vLLM")
+    assert not obstacles({q: "mxfp4"}, quark, vllm, (), {q: "mxfp6_e2m3"})
+    for weight, of_input in (("mxfp6_e2m3", "mxfp4"), ("mxfp4", "mxfp8_e4m3")):
+        (why,) = obstacles({q: weight}, quark, vllm, (), {q: of_input})
+        assert f"does not run inputs in {of_input} beside weights in {weight}" in why
+
+
+def test_how_vllm_runs_them_is_said_by_card():
+    assert how_it_runs("quark", "vLLM", "Hopper", ["mxfp4", "mxfp6_e2m3", "bf16"]) == {
+        "mxfp4": "weights alone",
+        "mxfp6_e2m3": "emulated",
+    }
+    ct = ("compressed_tensors, profile vllm", "vLLM")
+    assert how_it_runs(*ct, "Blackwell", ["mxfp4", "nvfp4", "mxfp6_e2m3"]) == {
+        "mxfp4": "native, inputs quantized always",
+        "nvfp4": "native with inputs=true, else weights alone",
+        "mxfp6_e2m3": "-",
+    }
+    for target, loader in HOW_IT_RUNS:
+        (known,) = (x for x in TARGETS[target].loaders if x.name == loader)
+        assert set(HOW_IT_RUNS[target, loader]) == known.formats
 
 
 def test_layers_outside_the_usual_projections_have_a_place():

@@ -298,7 +298,7 @@ def test_six_bit_inputs_beside_another_weight_are_refused_for_compressed_tensors
     model, export = case
     assignment = unequal(model, (MXFP4, MXFP6_E2M3))
     with pytest.raises(
-        FormatError, match=r"inputs in fp8, mxfp4, mxfp8_e4m3 alone .* input mxfp6_e2m3"
+        FormatError, match=r"inputs in fp8, mxfp4, mxfp8_e4m3, nvfp4 alone .* input mxfp6_e2m3"
     ):
         export(assignment, target="compressed_tensors", inputs=True)
 

@@ -1,0 +1,43 @@
+"""How runtimes run what they load, by card: what the table of a report says beside who loads it.
+
+A file's formats are not always what runs: vLLM decides by card whether it quantizes inputs, whatever the
+folder says. Read in the source of vLLM 0.32 (order of kernels by compute capability) but for FP8 on a CPU and
+layers of the MX formats, which ran; no card ran it yet.
+"""
+
+from collections.abc import Iterable
+
+WEIGHTS_ALONE = "weights alone"
+NATIVE = "native"
+NATIVE_INPUTS = "native, inputs quantized always"
+EMULATED = "emulated"
+
+CARDS = ("Hopper", "Blackwell")
+_VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
+_VLLM_NVFP4 = {
+    "Hopper": WEIGHTS_ALONE,
+    "Blackwell": "native with inputs=true, else weights alone",
+}
+_EVERYWHERE = dict.fromkeys(CARDS, NATIVE)
+_EMULATED = dict.fromkeys(CARDS, EMULATED)
+
+_VLLM = {"mxfp4": _VLLM_MX, "mxfp8_e4m3": _VLLM_MX, "nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
+_VLLM_QUARK = {**_VLLM, "mxfp6_e2m3": _EMULATED, "mxfp6_e3m2": _EMULATED}
+_MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
+
+HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
+    ("compressed_tensors, profile vllm", "vLLM"): _VLLM,
+    ("quark", "vLLM"): _VLLM_QUARK,
+    ("modelopt_checkpoint", "vLLM"): _MODELOPT,
+}
+"""target and loader -> format -> card -> words. Loaders that are not here multiply dequantized values: emulated."""
+
+
+def how_it_runs(target: str, loader: str, card: str, formats: Iterable[str]) -> dict[str, str]:
+    """format -> how a loader runs a layer of it on a card; "-" where it does not load it.
+
+    Args:
+        target: of `dmx.assignment.targets.TARGETS`. card: of CARDS.
+    """
+    known = HOW_IT_RUNS[target, loader]
+    return {f: known[f][card] if f in known else "-" for f in formats if f != "bf16"}
