@@ -14,15 +14,14 @@ EMULATED = "emulated"
 
 CARDS = ("Hopper", "Blackwell")
 _VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
-_VLLM_NVFP4 = {
-    "Hopper": WEIGHTS_ALONE,
-    "Blackwell": "native with inputs=true, else weights alone",
-}
+_AS_ASKED = "native with inputs=true, else weights alone"
+_VLLM_NVFP4 = {"Hopper": WEIGHTS_ALONE, "Blackwell": _AS_ASKED}
 _EVERYWHERE = dict.fromkeys(CARDS, NATIVE)
 _EMULATED = dict.fromkeys(CARDS, EMULATED)
 
-_VLLM = {"mxfp4": _VLLM_MX, "mxfp8_e4m3": _VLLM_MX, "nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
-_VLLM_QUARK = {**_VLLM, "mxfp6_e2m3": _EMULATED, "mxfp6_e3m2": _EMULATED}
+_VLLM_TWO = {"mxfp4": _VLLM_MX, "mxfp8_e4m3": _VLLM_MX}
+_VLLM = {**_VLLM_TWO, "nvfp4": _VLLM_NVFP4, "fp8": dict.fromkeys(CARDS, _AS_ASKED)}
+_VLLM_QUARK = {**_VLLM_TWO, "mxfp6_e2m3": _EMULATED, "mxfp6_e3m2": _EMULATED}
 _MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
 
 HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {

@@ -329,7 +329,9 @@ class SearchSettings:
     def _check_input_target(self, target: Loader) -> None:
         """Raise FormatError where the runtime cannot run inputs in `input_format` beside all weights."""
         held, asked = target.input_formats, self.input_format
-        others = {f.name for f in self.format_family.formats} - {asked, BF16.name}
+        fixed = {get_format(f).name for f in self.fixed.values()}
+        others = {f.name for f in self.format_family.formats} | fixed
+        others -= {asked, BF16.name}
         if asked is None or all(target.takes(weight, asked) for weight in others):
             return
         names = ", ".join(sorted(held | {BF16.name}))

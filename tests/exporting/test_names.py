@@ -106,7 +106,7 @@ def test_auto_round_layers_over_defaults(tiny_random):
     [
         ({"config_groups": {"a": _group(4, ["Linear"], type="int")}}, "int 4 bits, group 32"),
         ({"config_groups": {"a": _group(4, ["Linear"], group_size=16)}}, "group 16"),
-        ({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}}, "NVFP4"),
+        ({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "INT8"}}}, "INT8"),
         ({"layer_config": {f"{L0}.mlp.up_proj": {"bits": 4, "data_type": "int"}}}, "4 bits of int"),
     ],
 )

@@ -43,6 +43,10 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
             r"search\.input_format=null, or search\.target=any",
         ),
         (
+            {"input_format": "mxfp6", "target": "vllm_quark", "family": ["mxfp4", "mxfp8"]},
+            r"beside weights in mxfp4, mxfp8_e4m3\. .*takes inputs in bf16, beside mxfp4 also mxfp6_e2m3, mx",
+        ),
+        (
             {"input_format": "mxfp6", "target": "transformers"},
             r"input_format=mxfp6_e2m3: transformers .* takes inputs in bf16, fp8, mxfp4, mxfp8_e4m3",
         ),
@@ -56,9 +60,10 @@ def test_what_makes_no_sense_is_refused(options, words):
 def test_targets_take_the_inputs_that_they_run():
     for options in (
         {"input_format": "mxfp8", "target": "transformers"},
+        {"input_format": "mxfp6", "target": "vllm_quark", "family": ["mxfp4", "mxfp6"]},
         {"input_format": "bf16", "target": "vllm", "family": "mxfp8_mxfp4"},
     ):
-        assert search_config(**options).input_format in ("mxfp8_e4m3", "bf16")
+        assert search_config(**options).input_format in ("mxfp8_e4m3", "mxfp6_e2m3", "bf16")
 
 
 @pytest.mark.parametrize("input_format", ["mxfp8", "mxfp6_e3m2", "bf16"])
