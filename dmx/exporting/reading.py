@@ -290,10 +290,12 @@ def _modelopt(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
         if config is None:
             return None
         algorithm = str(config.get("quant_algo")).upper()
-        group = config.get("group_size", BLOCK_SIZE)
-        if algorithm not in _MODELOPT or group != BLOCK_SIZE:
+        known = _MODELOPT.get(algorithm)
+        own = get_block_format(known).block_size if known else BLOCK_SIZE
+        group = config.get("group_size") or own
+        if known is None or group != own:
             raise _refuse("modelopt", name, f"{algorithm}, group {group}")
-        return get_block_format(_MODELOPT[algorithm])
+        return get_block_format(known)
 
     return choose, named
 
