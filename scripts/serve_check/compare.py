@@ -170,23 +170,27 @@ def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
 
 
 def noise(model: Any, tokens: Tensor, ours: Tensor) -> float:
-    """Mean absolute difference of log-probabilities that rounding errors alone make, in dmx: embeddings are off by one
-    epsilon of their dtype. With quantized inputs it is large: a rounding that turns goes on through the layers.
+    """Mean absolute difference of log-probabilities that rounding errors alone make, in dmx: the input of every linear
+    layer is off by one epsilon of its dtype. With quantized inputs it may be large: a rounding that turns goes on
+    through the layers.
 
     Args:
         ours: log-probabilities of the model as it is.
     """
+    generator = torch.Generator().manual_seed(0)
 
-    def disturb(module: nn.Module, given: Any, result: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(result.shape, generator=generator).to(result.device)
-        return (result * (1 + torch.finfo(result.dtype).eps * drawn)).to(result.dtype)
+    def disturb(module: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = given[0]
+        drawn = torch.randn(x.shape, generator=generator).to(x.device)
+        return ((x * (1 + torch.finfo(x.dtype).eps * drawn)).to(x.dtype), *given[1:])
 
-    handle = model.get_input_embeddings().register_forward_hook(disturb)
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    handles = [layer.register_forward_pre_hook(disturb) for layer in layers]
     try:
         return float((log_probabilities(model, tokens) - ours).abs().mean())
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 ALIKE = ("formats", "scheme", "kernel", "inputs", "asked_inputs")

@@ -26,7 +26,6 @@ LAYERS = (
 MODELS = (
     "folder",
     "difference",
-    "of rounding errors alone",
     "effect",
     "perplexity in the engine",
     "perplexity in dmx",
@@ -77,9 +76,8 @@ def _section(run: Run) -> list[str]:
     lines += [
         "",
         f"The whole model, {text}, log-probabilities of each token, mean absolute difference: of the engine from dmx "
-        "with inputs as the engine has them; of dmx from itself with embeddings off by one epsilon, which is what "
-        "rounding errors make anywhere (with quantized inputs a rounding that turns goes on through all layers, so that "
-        "the layers decide); and, as the effect of quantization, of the engine from itself in full precision. Nats.",
+        "with inputs as the engine has them; and, as the effect of quantization, of the engine from itself in full "
+        "precision. Nats. With quantized inputs a rounding that turns goes on through all layers, so the layers decide.",
         "",
         *markdown(MODELS, map(_model, good)),
     ]
@@ -131,7 +129,6 @@ def _model(row: Run) -> list[Any]:
     return [
         row["folder"],
         f"{row['difference']:.2g}",
-        f"{row['noise']:.2g}",
         "" if effect is None else f"{effect:.2g}",
         f"{row['perplexity']:.4f}",
         f"{row['perplexity_dmx']:.4f}",
