@@ -31,6 +31,8 @@ def understood(arguments: Sequence[str], schema: type) -> list[str]:
     Raises:
         ConfigError: not to be understood; `run.folder` of a sweep. FormatError: no such setting.
     """
+    if {"-sc", "--shell_completion"} & set(arguments):  # a shell asks for what completes a line
+        return list(arguments)
     is_sweep = bool({"-m", "--multirun"} & set(arguments)) or "hydra.mode=MULTIRUN" in arguments
     settings = [a for a in arguments if "=" in a and not a.startswith("-")]
     for argument in settings:

@@ -48,6 +48,8 @@ def test_what_is_quoted_or_null_or_a_sweep_stays_as_it_was():
     ]
     others = ["--cfg", "job", "hydra.sweep.dir=a=b", "hydra/launcher=joblib", "model=tiny_llama"]
     assert understood(others, SearchRun) == others
+    completion = ["-sc", "query=bash"]  # what a shell asks for is no setting
+    assert understood(completion, SearchRun) == completion
 
 
 @pytest.mark.parametrize(
