@@ -77,6 +77,7 @@ README_METHODS = (
     replace(_DMX, weights="gptq"),
     replace(_DMX, transform="hadamard_block", weights="gptq"),
     _LEARNED,
+    replace(_LEARNED, transform="hadamard_block"),
 )
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
@@ -110,12 +111,24 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             lines.append((name, {x: mean_perplexity(g) for x, g in best.items() if g}))
         of = {x: every.get((Limit(x, "element_bits"), method.label)) for x in README_LIMITS}
         lines.append((method.label, {x: mean_perplexity(g) for x, g in of.items() if g}))
+    steps = {
+        str(row.weights["steps"])
+        + (f" with {method.transform.replace('_', ' ')}" if method.transform != "none" else "")
+        for method in README_METHODS
+        if method.weights == "learned"
+        for x in README_LIMITS
+        if (group := every.get((Limit(x, "element_bits"), method.label)))
+        for row in group.rows
+        if row.weights
+    }
     columns = sorted({x for _, values in lines for x in values})
     rows = [[name, *(_cell(values.get(x)) for x in columns)] for name, values in lines if values]
     note = (
         f"Perplexity of {place[0]} on {place[1]} by bits an element, scales not counted, of weights and "
         "inputs; lower is better. The heuristic is the best of those that were run at each budget."
     )
+    if steps:
+        note += f" Steps in which weights learned: {', '.join(sorted(steps))}."
     text = next(r.data["evaluation"] for r in records if (model_name(r), text_name(r)) == place)
     if uniform is not None and (other := uniform.data["evaluation"]).sha256 != text.sha256:
         own = next(mean_perplexity(g) for g in flat if g.method.is_unquantized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -268,11 +269,15 @@ def picture(tables: Tables) -> tuple[Figure | None, str]:
             dmx = [g for g in groups if g.budget == budget and g.method.is_dmx]
             ours = min(dmx, key=mean_perplexity, default=None)
             theirs = best_heuristic(budget, groups)
-            if ours is not None and theirs is not None:
-                ours, theirs = common(ours, theirs)
-                noise = 100 * (paired_difference(ours, theirs).noise or 0.0)
-                values = mean_perplexity(ours), mean_perplexity(theirs)
-                points.append(BudgetPoint(budget.limit, *values, noise))
+            if ours is None:
+                continue
+            if theirs is None:
+                points.append(BudgetPoint(budget.limit, mean_perplexity(ours), math.nan, math.nan))
+                continue
+            ours, theirs = common(ours, theirs)
+            noise = 100 * (paired_difference(ours, theirs).noise or 0.0)
+            values = mean_perplexity(ours), mean_perplexity(theirs)
+            points.append(BudgetPoint(budget.limit, *values, noise))
         if points:
             curves.append((table.setting, points))
     if not curves:
@@ -316,13 +321,30 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
         "- A heuristic has the transform and weights of the dMX beside it; with a learned rotation it is given the one that dMX learned.",
         "- The best heuristic of a cell is the one with the lowest mean perplexity on that text itself.",
         *made_by,
-        *(f"- {line}" for line in (*models, *data)),
+        *(f"- {line}" for line in (*models, *data, *_learning(records))),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r.finished for r in records)[:10]}.{shared}",
         "- ± after a perplexity: standard deviation over seeds, each the mean of its runs (a search on a card is not the "
         "same twice). In brackets: runs. ± after a difference: paired standard error over windows, with the scatter of "
         "seeds; on the seeds that both have.",
     ]
+
+
+def _learning(records: Sequence[Record]) -> list[str]:
+    """How weights learned, by setting: a row's steps are no part of what methods are told apart by."""
+    known: dict[str, list[str]] = {}
+    for record in records:
+        drawn = record.data.get("training") or record.data.get("calibration")
+        for row in record.rows:
+            facts = row.weights or {}
+            if "steps" in facts and drawn is not None and drawn.batch_shape is not None:
+                batch, window = drawn.batch_shape
+                said = f"{facts['steps']} steps of {batch} x {window} tokens at {facts['lr']:g}"
+                settings = known.setdefault(said, [])
+                setting = Table.of("", text_name(record), row.method).title.removeprefix(", ")
+                if setting not in settings:
+                    settings.append(setting)
+    return [f"Learned in {said}: {'; '.join(of)}." for said, of in sorted(known.items())]
 
 
 def _overlap(records: Sequence[Record]) -> bool:

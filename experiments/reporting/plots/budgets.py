@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..colours import QUIET
-from .canvas import WIDTH, legend, log_axis, new_figure, styled
+from .canvas import WIDTH, log_axis, new_figure, styled
 from .pareto import SPARE_LOOKS
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ class BudgetPoint(NamedTuple):
     dmx: float
     """Perplexity."""
     heuristic: float
-    """Perplexity of the best heuristic."""
+    """Perplexity of the best heuristic; NaN: none was run there."""
     noise: float
-    """Standard error of their difference, %."""
+    """Standard error of their difference, %; NaN likewise."""
 
 
 def difference_figure(
@@ -48,7 +48,7 @@ def difference_figure(
         unit: of the budgets.
     """
     with styled():
-        figure, (left, right) = new_figure(1.7 * WIDTH, 4.3, columns=2)
+        figure, (left, right) = new_figure(1.7 * WIDTH, 4.6, columns=2)
         budgets = sorted({point.limit for _, points in curves for point in points})
         gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
         apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
@@ -59,7 +59,7 @@ def difference_figure(
             gain = 100 * (ours / theirs - 1)
             if ceiling is not None:
                 ours, theirs = (100 * (side / ceiling - 1) for side in (ours, theirs))
-            heights += [*ours, *theirs]
+            heights += [height for height in (*ours, *theirs) if np.isfinite(height)]
             style = {"color": colour, "marker": marker, "markeredgecolor": "white", "markersize": 6}
             left.plot(xs, theirs, linestyle=(0, (1, 1.5)), linewidth=1.6, **style)
             left.plot(xs, ours, linewidth=1.4, label=name, **style)
@@ -75,7 +75,9 @@ def difference_figure(
         for axes in (left, right):
             axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
         right.grid(False, axis="x")
-        legend(left, columns=2)
+        handles, names = left.get_legend_handles_labels()
+        # Of the figure: names as long as a table's setting would take their room from the axes.
+        figure.legend(handles, names, loc="outside upper left", ncols=3, handlelength=1.8)
         note = "below 0: dMX is better; bars: one standard error"
         right.set_title(note, fontsize=9, loc="left", color=QUIET)
         kinds = "solid: best dMX\ndotted: best heuristic"
