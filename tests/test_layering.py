@@ -31,6 +31,7 @@ RANKS = {
     "dmx.exporting": 9,
     "dmx.searching": 10,
     "dmx.__main__": 11,
+    "dmx.tiny_models": 11,
 }
 ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
 """Models and data import nothing from the path from formats to exporting."""

@@ -13,6 +13,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
+from dmx.models.linears import plain_model
 from dmx.models.swap import put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.stage import Transform
@@ -45,7 +46,7 @@ _UNDO_TRANSFORM = "_dmx_undo_transform"
 
 def is_applied(model: nn.Module) -> bool:
     """Whether an assignment is in the model."""
-    return _ORIGINALS in model.__dict__
+    return _ORIGINALS in plain_model(model).__dict__
 
 
 def apply(
@@ -72,6 +73,7 @@ def apply(
         AssignmentError: the assignment is for another model, its weights are of another model, or
             inputs are quantized to nvfp4 and their range was not measured.
     """
+    wrapped, model = model, plain_model(model)
     if is_applied(model):
         raise ModelError(
             "an assignment is already applied to this model; call dmx.restore(model) first"
@@ -124,7 +126,7 @@ def apply(
         # A checkpoint of an applied model would hold the unquantized weights under a name that
         # promises otherwise.
         object.__setattr__(model, "save_pretrained", _refuse_to_save)
-    return model
+    return wrapped
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -136,12 +138,13 @@ def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
 
 def restore(model: nn.Module) -> nn.Module:
     """Put the original layers back; ModelError if no assignment is applied."""
+    wrapped, model = model, plain_model(model)
     if not is_applied(model):
         raise ModelError("no assignment is applied to this model; nothing to restore")
     put_back(model, model.__dict__.pop(_ORIGINALS))
     model.__dict__.pop(_UNDO_TRANSFORM)()
     model.__dict__.pop("save_pretrained", None)
-    return model
+    return wrapped
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from dmx.applying.apply import is_applied
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import list_batches
 from dmx.errors import ModelError
+from dmx.models.linears import plain_model
 from dmx.models.ranges import input_amax
 from dmx.transforms.stage import Transform, transformed
 
@@ -43,6 +44,7 @@ def calibrate_inputs(
     Raises:
         AssignmentError: it is for another model. ModelError: an assignment is applied. DataError: the batches.
     """
+    model = plain_model(model)
     if is_applied(model):
         raise ModelError(
             "an assignment is already applied to this model; call dmx.restore(model) first"

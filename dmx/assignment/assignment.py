@@ -47,6 +47,7 @@ from dmx.formats import (
     get_format,
 )
 from dmx.models.identity import architecture_sha256
+from dmx.models.in_files import unquantized_bits
 from dmx.models.linears import linear_layers
 
 
@@ -63,7 +64,8 @@ class Assignment:
     bits: Mapping[str, float]
     """element_bits, bits_per_element (averages of the quantized layers; where `input_formats` differ
     from `formats`, of weights and inputs alike, but for `search.input_format`, which does not count),
-    whole_model_bits_per_element (what is stored: weights alone)"""
+    whole_model_bits_per_element (bits of all tensors that files
+    hold, for each parameter of the model)"""
     unquantized: tuple[str, ...] = ()
     units: str = "fused"
     scale_rules: ScaleRules = field(default_factory=dict)
@@ -392,10 +394,11 @@ def make_assignment(
     inputs: dict[str, str] | None = space.layer_formats(choice, "input")
     inputs = inputs if inputs != formats else None
     quantized_bits, quantized = space.stored_bits(choice)
-    rest = space.model_elements - quantized
     counted = sum(out * into for out, into in space.shapes.values())
     bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
-    bits["whole_model_bits_per_element"] = (quantized_bits + 16 * rest) / space.model_elements
+    bits["whole_model_bits_per_element"] = (
+        quantized_bits + unquantized_bits(model, formats)
+    ) / space.model_elements
     return Assignment(
         model={
             "id": getattr(config, "_name_or_path", "") or type(model).__name__,

@@ -17,7 +17,7 @@ count in the average.
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
@@ -255,6 +255,7 @@ def build_space(
     weighting: Weighting = "elements",
     choices: Choices = "joint",
     input_format: str | Format | None = None,
+    kept: Collection[str] = (),
 ) -> SearchSpace:
     """Units of a model; works on a meta-device model, since it reads shapes only.
 
@@ -263,6 +264,8 @@ def build_space(
         input_format: of every input; units are then `name:weight` alone.
         exclude: globs of layers that stay in BF16.
         fixed: glob -> format of layers that are not searched; the first match counts.
+        kept: layers that stay in BF16 whatever the settings: no token runs them, the target's runtime builds them
+            without quantization, or the model keeps them in float32.
 
     Raises:
         ModelError: nothing to search, or a pattern that matches no layer.
@@ -276,13 +279,14 @@ def build_space(
     excluded = match_layers(exclude, names, "search.exclude")
     fixed_patterns = {k: get_format(v, setting="search.fixed") for k, v in (fixed or {}).items()}
     fixed_by = match_layers(fixed_patterns, names, "search.fixed")
+    _check_fixed(fixed_by, kept)
     output = _output_layer(model)
 
     searched: list[str] = []
     fixed_formats: dict[str, BlockFormat] = {}
     unquantized: list[str] = []
     for name, linear in linears.items():
-        keep = name in excluded or linear.in_features % BLOCK_SIZE != 0
+        keep = name in excluded or name in kept or linear.in_features % BLOCK_SIZE != 0
         asked = fixed_patterns[fixed_by[name]] if name in fixed_by else None
         if linear is output and not include_lm_head and asked is None:
             keep = True
@@ -324,6 +328,18 @@ def build_space(
         else get_format(input_format, setting="search.input_format"),
         own_elements={n: sizes[n] for n in searched},
     )
+
+
+def _check_fixed(fixed_by: Mapping[str, str], kept: Collection[str]) -> None:
+    """Raise ModelError for a pattern of search.fixed that names kept layers alone."""
+    free = {pattern for name, pattern in fixed_by.items() if name not in kept}
+    for name, pattern in fixed_by.items():
+        if pattern not in free:
+            raise ModelError(
+                f"search.fixed: pattern {pattern!r} matches only layers that stay in BF16, first {name}: no "
+                "calibration token runs them, or the runtime of search.target builds them without "
+                "quantization. Leave the pattern out."
+            )
 
 
 def _joint_units(

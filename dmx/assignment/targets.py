@@ -23,6 +23,67 @@ _CT_INPUTS = _CT_VLLM
 _MODELOPT_FORMATS = frozenset({"nvfp4", "fp8"})
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
+VLLM_ARCHITECTURES = frozenset(
+    [
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_text",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "phimoe",
+        "falcon",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "granite",
+        "granitemoe",
+        "cohere",
+        "cohere2",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "deepseek_v2",
+        "deepseek_v3",
+        "longcat_flash",
+        "lfm2",
+        "lfm2_moe",
+        "internlm2",
+        "exaone",
+        "exaone4",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+        "opt",
+        "gpt_neox",
+        "gpt_oss",
+        "llama4_text",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "seed_oss",
+        "apertus",
+        "arcee",
+        "nemotron",
+    ]
+)
+"""Values of model_type whose merged modules were read in vLLM 0.20: `FUSED_GROUPS` is all that it merges there."""
+VLLM_UNQUANTIZED = (".gate", ".router", ".router.layer", ".shared_expert_gate", ".weights_proj")
+"""Ends of names of layers that vLLM 0.20 builds with quant_config=None: routers, gates of shared experts, weights of
+an indexer. A few of its models quantize their router; it is left alone there, too."""
+
 
 @dataclass(frozen=True)
 class Loader:
@@ -46,6 +107,14 @@ class Loader:
     """The weights' formats that it does so beside; None: all."""
     notes: tuple[str, ...] = ()
     """What else its users should know."""
+    architectures: frozenset[str] | None = None
+    """Values of model_type of which it is known which layers it merges; None: it merges none."""
+    unquantized: tuple[str, ...] = ()
+    """Ends of names of layers that it builds without quantization."""
+
+    def builds_unquantized(self, layer: str) -> bool:
+        """Whether it has no place for a quantized weight of this layer."""
+        return layer.endswith(self.unquantized)
 
     def takes(self, weight: str, of_input: str) -> bool:
         """Whether it runs an input in a format beside a weight in one; bf16 is left alone."""
@@ -94,6 +163,8 @@ TARGETS: dict[str, Target] = {
                 needs_fused_units=True,
                 shares_scales=True,
                 rotates_inputs=True,
+                architectures=VLLM_ARCHITECTURES,
+                unquantized=VLLM_UNQUANTIZED,
             ),
         ),
         needs_fused_units=True,
@@ -113,6 +184,8 @@ TARGETS: dict[str, Target] = {
                 input_formats=frozenset({"mxfp6_e2m3", "mxfp6_e3m2"}),
                 beside=frozenset({"mxfp4"}),
                 notes=("before 0.32 no MXFP8",),
+                architectures=VLLM_ARCHITECTURES,
+                unquantized=VLLM_UNQUANTIZED,
             ),
             Loader(
                 "transformers + amd-quark",
@@ -197,6 +270,10 @@ def obstacles(
     fused = target.needs_fused_units or loader.needs_fused_units
     if fused and (split := split_groups(formats, unquantized)):
         reasons.append(f"{len(split)} fused groups hold different formats, first {split[0]}")
+    if unbuilt := [k for k, f in formats.items() if f != "bf16" and loader.builds_unquantized(k)]:
+        reasons.append(
+            f"{loader.name} builds {len(unbuilt)} of the layers without quantization, first {unbuilt[0]}"
+        )
     if is_rotated and not loader.rotates_inputs:
         reasons.append(f"{loader.name} does not rotate inputs")
     unequal = {k: f for k, f in (inputs or {}).items() if f not in (formats[k], "bf16")}

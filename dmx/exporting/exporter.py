@@ -5,6 +5,8 @@ a folder that exists is whole. Weights are quantized from bf16, one layer in mem
 """
 
 import json
+import shutil
+import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,22 @@ from dmx.exporting.layouts import Layout
 from dmx.exporting.plan import Plan, check_biases, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
-from dmx.exporting.tensors import is_head_apart, plan_tensors
+from dmx.exporting.tensors import is_head_apart, other_modules, plan_tensors
 from dmx.exporting.verify import Verification, check_files, check_loading
 from dmx.exporting.writing import check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.models import ModelConfig, load_model, meta_model
+from dmx.models.linears import plain_model
 from dmx.transforms.stage import Transform, transformed
 
 FACTS_FILE = "dmx_export.json"
 FACTS_SCHEMA = "dmx.export/2"
 MAX_SHARD_BYTES = 5 * 10**9
+FURTHER_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Keys of configs that count heads of multi-token prediction."""
+SIDE_FILES = (
+    "*processor_config.json", "chat_template*", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*", "*.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,7 @@ def export(
     if not isinstance(assignment, Assignment):
         assignment = Assignment.load(assignment)
     plan = make_plan(assignment, target=target, profile=profile, inputs=inputs, verify=verify)
+    model = model if isinstance(model, str) else plain_model(model)
     check_model(
         plan, meta_model(ModelConfig(id=model)) if isinstance(model, str) else model, folder
     )
@@ -146,6 +155,7 @@ def write_plan(
         sizes = _write_weights(plan, plan.layout, model, scratch, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        _copy_side_files(model, scratch)
         verification = check_loading(scratch, plan, model, tokens=tokens) if plan.verify else None
         result = replace(result, bytes=sizes, verification=verification)
         facts = _facts(plan, result, is_head_apart(model, plan))
@@ -169,7 +179,7 @@ def _write_weights(
     tensors = plan_tensors(model, plan)
     metadata = layout.metadata(plan.layers, list(tensors.plain))
     total = write_tensors(tensors.parts, folder, metadata, max_shard_bytes)
-    config = layout.config(plan.layers, plan.kept)
+    config = layout.config(plan.layers, [*plan.kept, *other_modules(model, plan)])
     if plan.rotation is not None:
         config[KEY] = transform_config(plan.rotation, plan.layers)
     _write_config(model, folder, config, is_head_apart(model, plan))
@@ -184,11 +194,37 @@ def _write_config(model: Any, folder: Path, quantization: dict[str, Any], apart:
     config["architectures"] = [type(model).__name__]
     config["dtype"] = "bfloat16"
     config["quantization_config"] = quantization
+    for part in (config, config.get("text_config") or {}):
+        _say_dropped_heads(model, part)
     if apart:
         config["tie_word_embeddings"] = False
     write_json(folder / "config.json", config)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
+
+
+def _say_dropped_heads(model: nn.Module, config: dict[str, Any]) -> None:
+    """Heads that predict further tokens are no part of the model here, so the files hold none: set to 0, and said."""
+    if any("mtp" in name or "nextn" in name for name, _ in model.named_modules()):
+        return
+    for key in (key for key in FURTHER_HEADS if config.get(key)):
+        warnings.warn(
+            f"the config announces {key}={config[key]}, and the model holds no such heads (multi-token prediction): "
+            "the files have none, and their config says 0.",
+            stacklevel=4,
+        )
+        config[key] = 0
+
+
+def _copy_side_files(model: Any, folder: Path) -> None:
+    """Processors, chat templates, licences and custom code from beside the weights, which nothing here reads."""
+    source = Path(str(getattr(model.config, "_name_or_path", "") or "/nowhere"))
+    if not source.is_dir():
+        return
+    for pattern in SIDE_FILES:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file() and not (folder / path.name).exists():
+                shutil.copyfile(path, folder / path.name)
 
 
 def _facts(plan: Plan, done: Exported, head_apart: bool) -> dict[str, Any]:

@@ -194,10 +194,12 @@ def check_holds(
         )
     if holds.needs_fused_units and (split := split_groups(formats, assignment.unquantized)):
         raise FormatError(
-            f"{setting} needs one format in each fused group (vLLM runs q/k/v and gate/up as one "
-            f"product each); {len(split)} groups are split, first {split[0]}. Use "
+            f"{setting} needs one format in each fused group (vLLM runs q/k/v, gate/up and the like as "
+            f"one product each); {len(split)} groups are split, first {split[0]}. Use "
             "profile=transformers, or search again with search.units=fused."
         )
+    if profile == "vllm":
+        _check_built(assignment, setting, _own_loader(target, profile))
     if holds.shares_scales:
         _check_scales(assignment, setting, inputs, per_tensor=holds.per_tensor)
     if inputs:
@@ -205,6 +207,16 @@ def check_holds(
         _check_no_lone_inputs(assignment)
     for layer, block_format in assignment.block_formats("weight").items():
         check_in_features(layer, assignment.shapes[layer][1], block_format)
+
+
+def _check_built(assignment: Assignment, setting: str, loader: Loader) -> None:
+    """Raise FormatError for quantized layers that the runtime builds without quantization."""
+    if unbuilt := [layer for layer in assignment.quantized if loader.builds_unquantized(layer)]:
+        raise FormatError(
+            f"{setting}: {loader.name} builds {len(unbuilt)} of the layers without quantization, first "
+            f"{unbuilt[0]}. Use profile=transformers, or search again with search.target=vllm, which leaves "
+            "them in BF16."
+        )
 
 
 def _check_scales(assignment: Assignment, setting: str, inputs: bool, *, per_tensor: bool) -> None:

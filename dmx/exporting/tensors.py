@@ -14,6 +14,8 @@ from dmx.exporting.packing import check_finite
 from dmx.exporting.plan import Plan
 from dmx.exporting.rotating import rotation_tensors
 from dmx.exporting.writing import Part
+from dmx.models.in_files import file_dtype
+from dmx.models.linears import plain_name
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def plan_tensors(model: nn.Module, plan: Plan) -> Tensors:
     """
     parts: list[Part] = []
     plain: dict[str, TensorSpec] = {}
-    state = model.state_dict(keep_vars=True)
+    state = {plain_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
@@ -56,7 +58,7 @@ def plan_tensors(model: nn.Module, plan: Plan) -> Tensors:
         if not others:
             continue
         name = others[0]
-        dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+        dtype = file_dtype(model, name, tensor)
         plain[name] = TensorSpec(dtype, tuple(tensor.shape))
         parts.append(Part({name: plain[name]}, _copy(name, tensor, dtype)))
     if plan.rotation is not None:
@@ -71,6 +73,19 @@ def is_head_apart(model: Any, plan: Plan) -> bool:
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     head = model.get_output_embeddings()
     return tied and any(model.get_submodule(layer) is head for layer in plan.layers)
+
+
+def other_modules(model: nn.Module, plan: Plan) -> list[str]:
+    """Modules with weights of two or more dimensions that are no linear layers and no tables: routers, experts that
+    lie in one tensor. Runtimes build linear layers of some of them, which are not quantized either."""
+    plain = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
+    return [
+        name
+        for name, module in model.named_modules()
+        if name not in plan.layers
+        and not isinstance(module, plain)
+        and any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+    ]
 
 
 def _is_embedding(model: nn.Module, names: list[str]) -> bool:

@@ -32,6 +32,7 @@ from dmx.exporting.layouts import Layout, TensorSpec
 from dmx.exporting.plan import Plan
 from dmx.exporting.rotating import KEY
 from dmx.exporting.writing import read_headers
+from dmx.models.in_files import file_dtype
 
 KEPT_ROWS = 2
 ROTATED_MAY_DIFFER = 0.05
@@ -253,27 +254,35 @@ def environment() -> dict[str, str]:
 def as_loaded(model: nn.Module) -> Iterator[nn.Module]:
     """The model as a loader makes it: the same one where it already is, else a copy.
 
-    Parameters are bf16. Buffers that no file holds (rotary frequencies) are computed anew where
+    Parameters are bf16, but for those that stay in float32, and so are the buffers of embeddings (the factor of
+    Gemma's). Buffers elsewhere that no file holds (rotary frequencies) are computed anew where
     they lie in 16 bits: `model.to(torch.bfloat16)` rounds them, loaders keep them in float32.
     """
     rounded = _rounded_buffers(model)
-    if not rounded and all(p.dtype == torch.bfloat16 for p in model.parameters()):
+    dtypes = {name: file_dtype(model, name, p) for name, p in model.named_parameters()}
+    if not rounded and all(p.dtype == dtypes[name] for name, p in model.named_parameters()):
         yield model
         return
     model = copy.deepcopy(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                module._buffers[name] = None if buffer is None else buffer.to(torch.bfloat16)
     for path in _rounded_buffers(model):
         _renew(model.get_submodule(path), path)
     yield model
 
 
 def _rounded_buffers(model: nn.Module) -> list[str]:
-    """Modules with floating-point buffers of 16 bits that no state dict holds."""
+    """Modules with floating-point buffers of 16 bits that no state dict holds, but for embeddings."""
     return [
         path
         for path, module in model.named_modules()
-        if any(
+        if not isinstance(module, nn.Embedding)
+        and any(
             buffer is not None and buffer.is_floating_point() and buffer.dtype.itemsize < 4
             for buffer in (module._buffers[n] for n in module._non_persistent_buffers_set)
         )

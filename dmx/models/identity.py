@@ -39,18 +39,32 @@ def architecture_sha256(model_config: Any, *, is_tied: bool | None = None) -> st
         is_tied: the hash as if `tie_word_embeddings` were so; None: as it is. Folded rotations untie.
     """
     text = model_config.get_text_config()
-    facts = {key: getattr(text, key, None) for key in ARCHITECTURE_KEYS}
+    facts = {key: _attribute(text, key) for key in ARCHITECTURE_KEYS}
     if is_tied is not None:
         facts["tie_word_embeddings"] = is_tied
-    rope = getattr(text, "rope_parameters", None) or {}
-    facts["rope_theta"] = float(rope.get("rope_theta", getattr(text, "rope_theta", None) or 0))
+    rope = _attribute(text, "rope_parameters")
+    rope = rope if isinstance(rope, dict) else {}
+    theta = rope.get("rope_theta", _attribute(text, "rope_theta") or 0)
+    facts["rope_theta"] = theta if isinstance(theta, list) else float(theta)
     heads = facts["num_attention_heads"]
     if heads:  # older configs leave out what follows from the others
         facts["num_key_value_heads"] = facts["num_key_value_heads"] or heads
-        facts["head_dim"] = facts["head_dim"] or facts["hidden_size"] // heads
+        if not facts["head_dim"] and isinstance(heads, int):
+            facts["head_dim"] = facts["hidden_size"] // heads
     for key, value in facts.items():
         facts[key] = format(value, ".6g") if isinstance(value, float) else value
     return sha256(json.dumps(facts, sort_keys=True).encode())
+
+
+def _attribute(text: Any, key: str) -> Any:
+    """Of a config: None where it has none, a list with that of every layer where they differ.
+
+    transformers refuses to read such an attribute from the config of the whole model, with a RuntimeError.
+    """
+    try:
+        return getattr(text, key, None)
+    except RuntimeError:
+        return [getattr(layer, key, None) for layer in text.per_layer_config]
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:

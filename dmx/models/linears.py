@@ -7,13 +7,44 @@ from torch import nn
 
 from dmx.errors import ModelError
 
-FUSED_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Last components of sibling modules that read one input, and that vLLM joins to one linear layer."""
+FUSED_GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),  # linear attention of Qwen3.5
+    ("in_proj_b", "in_proj_a"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # MLA: DeepSeek, GLM-4-MoE-Lite, LongCat
+    ("w1", "w3"),  # LFM2, InternLM2
+    ("c_fc_0", "c_fc_1"),  # EXAONE
+)
+"""Last components of sibling modules that read one input, and that vLLM joins to one linear layer. One name never
+means two things among the architectures that `dmx.assignment.targets.VLLM_ARCHITECTURES` names.
+
+Source: vLLM 0.20, `packed_modules_mapping` and `stacked_params_mapping` of `model_executor/models`.
+"""
+
+
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Attributes under which torch.compile, FSDP and checkpointing hold the module that they wrap."""
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """The model inside torch.compile, DataParallel, DistributedDataParallel and FSDP; itself where it is plain."""
+    while True:
+        parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        at = "module" if parallel else next((w for w in _WRAPPERS if w in model._modules), None)
+        if at is None:
+            return model
+        model = model.get_submodule(at)
+
+
+def plain_name(name: str) -> str:
+    """Of a module or tensor: its name without those of wrappers around parts of the model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Name -> module of every linear layer, in the order of the model."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    """Name, as in the plain model, -> module of every linear layer, in the order of the model."""
+    return {plain_name(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def fused_group(name: str) -> str:

@@ -10,6 +10,7 @@ is quantized already; what else a search refuses is `check_searchable`.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +68,10 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
     }
     # Parameters alone: rotary frequencies are float32 buffers in every loader, and rounding them to
     # bf16 moves the perplexity (SmolLM2 by 0.04 %).
+    # What transformers loaded has the dtype that was asked for, or float32 where the model insists on it.
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, dtype)
+        made_here = config.tiny is not None or config.gguf_file is not None
+        parameter.data = parameter.data.to(device, dtype if made_here else parameter.dtype)
     try:
         check_finite_weights(model)
     except ModelError as error:
@@ -133,7 +136,7 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: t
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
-    with explained(config, on_hub=where.commit is not None):
+    with explained(config, on_hub=where.commit is not None), _noting_unexpected() as unexpected:
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
             where.source,
             config=model_config,
@@ -149,10 +152,38 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: t
                 f"model.id={config.id}: the weights are not whole: {problem} {', '.join(keys[:4])}"
                 f"{' ...' if len(keys) > 4 else ''} ({len(keys)}). Get the files again."
             )
+    if left_out := sorted({*unexpected, *map(str, info.get("unexpected_keys", ()))}):
+        warnings.warn(
+            f"model.id={config.id}: {len(left_out)} tensors of its files have no place in {type(model).__name__} and "
+            f"are left out, of results and of exports: {', '.join(left_out[:4])}"
+            f"{' ...' if len(left_out) > 4 else ''}.",
+            stacklevel=3,
+        )
     # dequantized weights are plain ones: say so, or saving the model would claim otherwise
     if config.gguf_file is not None and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model
+
+
+@contextlib.contextmanager
+def _noting_unexpected() -> Iterator[set[str]]:
+    """Names of tensors that transformers finds no place for while it loads, also of those that its models tell it to
+    say nothing of, but for buffers that old files hold (frequencies, positions, masks)."""
+    from transformers import PreTrainedModel
+
+    noted: set[str] = set()
+    adjust: Any = PreTrainedModel._adjust_missing_and_unexpected_keys
+    buffers = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
+
+    def note(model: Any, loading_info: Any) -> None:
+        noted.update(k for k in loading_info.unexpected_keys if not k.endswith(buffers))
+        adjust(model, loading_info)
+
+    PreTrainedModel._adjust_missing_and_unexpected_keys = note
+    try:
+        yield noted
+    finally:
+        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
 
 
 def _read_tokenizer(config: ModelConfig, where: Where) -> Any:

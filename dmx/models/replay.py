@@ -7,15 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmx.models.backbone import decoder_blocks
 from dmx.models.running import model_logits
-
-
-def decoder_blocks(model: nn.Module) -> nn.ModuleList | None:
-    """The list of blocks that a language model runs in order: its longest ModuleList whose blocks
-    hold linear layers; None when there is none."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    lists = [m for m in lists if any(isinstance(x, nn.Linear) for x in m.modules())]
-    return max(lists, key=len) if lists else None
 
 
 class PrefixReplay:
@@ -94,7 +87,9 @@ def prefix_replay_is_exact(model: nn.Module, tokens: Tensor) -> bool:
     if replay.blocks is None:
         return False
     full = replay.reference(tokens)
-    if not all(isinstance(out, Tensor) for out in replay._outputs):
+    # Each block once: some models skip blocks that only images need.
+    once = len(replay._outputs) == len(replay.blocks)
+    if not once or not all(isinstance(out, Tensor) for out in replay._outputs):
         return False
     middle = len(replay.blocks) // 2
     output = replay.block_output(middle)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from dmx.errors import ModelError
+from dmx.models.backbone import outermost_lists, text_backbone
 
 UNSEARCHED_SHARE = 0.01
 """A block may hold this share of its parameters outside nn.Linear (norms hold far less)."""
@@ -55,6 +56,21 @@ def check_searchable(model: Any, *, allow_unsearched: bool = False) -> None:
         _check_blocks(model, name)
 
 
+def check_differentiable(model: nn.Module) -> None:
+    """Raise ModelError for weights that no pass with gradients can use, or that are not whole here."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_inference():
+            raise ModelError(
+                f"{name} was made in torch.inference_mode(), and no gradient can pass it. Load the model outside of "
+                "it, or copy it there: copy.deepcopy(model)."
+            )
+        if hasattr(parameter, "device_mesh") or not parameter.numel():
+            raise ModelError(
+                f"{name} is sharded over processes (FSDP, tensor parallelism). Give the model before it is sharded: "
+                "names are the same, and the assignment fits both."
+            )
+
+
 def _check_blocks(model: nn.Module, name: str) -> None:
     for path, block in _blocks(model):
         searched = _parameter_ids(block, nn.Linear)
@@ -84,13 +100,15 @@ def _parameter_ids(block: nn.Module, kind: type[nn.Module]) -> set[int]:
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The children of the outermost module lists; the model itself where it has none."""
-    blocks: list[tuple[str, nn.Module]] = []
-    lists: list[str] = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not path.startswith(tuple(f"{p}." for p in lists)):
-            lists.append(path)
-            blocks += [(f"{path}.{key}", child) for key, child in module.named_children()]
+    """The children of the outermost module lists of the text backbone; the model itself where there are
+    none."""
+    backbone = text_backbone(model)
+    at = next(path for path, module in model.named_modules() if module is backbone)
+    blocks = [
+        (f"{at}.{path}.{key}".lstrip("."), child)
+        for path, blocks in outermost_lists(backbone).items()
+        for key, child in blocks.named_children()
+    ]
     return blocks or [("", model)]
 
 

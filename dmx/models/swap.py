@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from dmx.models.linears import plain_name
+
 _Linear = TypeVar("_Linear", bound=nn.Linear)
 
 
@@ -46,7 +48,7 @@ def replace_layers(
     made: dict[int, nn.Linear | None] = {}
     for name, module in linears:
         if id(module) not in made:
-            made[id(module)] = make(name, module)
+            made[id(module)] = make(plain_name(name), module)
     # Only now, when nothing can fail any more, is the model touched.
     originals = {name: module for name, module in linears if made[id(module)] is not None}
     for name, module in originals.items():

@@ -1,7 +1,8 @@
 """`search`: one function for every method; checks first, then searches."""
 
 import json
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,14 @@ from dmx.files import sha256, write_text
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
+from dmx.models.backbone import text_config, unreached_layers, unread_layers
 from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
+from dmx.models.in_files import float32_layers
+from dmx.models.linears import FUSED_GROUPS, linear_layers, match_layers, plain_model
 from dmx.models.ranges import input_amax
 from dmx.models.running import evaluating, model_logits
+from dmx.models.searchable import check_differentiable
 from dmx.progress import Stopwatch
 from dmx.searching.config import SCANS, SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
@@ -43,8 +48,13 @@ from dmx.searching.transforming import (
 from dmx.transforms.stage import Transform, transformed
 
 
-def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
+def search_space(
+    model: nn.Module, config: SearchSettings, *, unreached: Collection[str] | None = None
+) -> SearchSpace:
     """Units and candidates of a model under a config; a meta-device model will do.
+
+    Args:
+        unreached: layers that no calibration token runs; None: those outside the text backbone.
 
     Raises:
         ModelError: quantized, PEFT, mostly outside nn.Linear, nothing to search, a pattern that
@@ -54,6 +64,10 @@ def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     check_searchable(model, allow_unsearched=config.allow_unsearched)
+    kept = {*float32_layers(model)} | {*(unread_layers(model) if unreached is None else unreached)}
+    if config.target != "any":
+        loader = SEARCH_TARGETS[config.target]
+        kept |= {name for name in linear_layers(model) if loader.builds_unquantized(name)}
     space = build_space(
         model,
         config.format_family.formats,
@@ -64,6 +78,7 @@ def search_space(model: nn.Module, config: SearchSettings) -> SearchSpace:
         weighting=config.weighting,
         choices=config.choices,
         input_format=config.input_format,
+        kept=kept,
     )
     if config.rotation.file is not None:
         asked_transform(config, space)
@@ -127,17 +142,24 @@ def search(
         RunError: the folder holds another search, or cannot be written.
     """
     _check_types(budget, config)
+    model = plain_model(model)
     _check_weights(model)
     space = search_space(model, config)
     space.check_budget(budget)
+    _warn_of_architecture(model, config)
     listed = list_batches(batches, model)
+    unreached = unreached_layers(model, listed)
+    if unreached or unread_layers(model):
+        space = search_space(model, config, unreached=unreached)
+        _warn_of_unreached(unreached, space, config)
+        space.check_budget(budget)
     config.check_batches(len(listed))
     check_finite_weights(model)
     where = None if folder is None else Path(folder)
     if score_folder is None and where is not None:
         score_folder = where / "scores"
     scores = None if score_folder is None else Path(score_folder)
-    job = _Job(model, listed, space, budget, config, where, scores)
+    job = _Job(model, listed, space, budget, config, where, scores, unreached)
     device = next(model.parameters()).device
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (
@@ -202,8 +224,10 @@ class _Job:
         config: SearchConfig,
         folder: Path | None,
         score_folder: Path | None,
+        unreached: Sequence[str],
     ) -> None:
         self.model, self.batches, self.space = model, batches, space
+        self.unreached = unreached
         self.budget, self.config = budget, config
         self.folder, self.score_folder = folder, score_folder
         self.clock = Stopwatch()
@@ -228,7 +252,7 @@ class _Job:
         if self.config.transform != "hadamard_selected":
             return asked_transform(self.config, self.space)
         config = selecting_config(self.config, len(self.batches))
-        space = search_space(self.model, config)
+        space = search_space(self.model, config, unreached=self.unreached)
         measured = []
         for transform in (Transform(), Transform("hadamard_block")):
             with transformed(self.model, transform, transformed_layers(space)):
@@ -326,7 +350,35 @@ def _check_types(budget: object, config: object) -> None:
         raise TypeError(f"config must be a dmx.SearchConfig, got {config!r}: dmx.SearchConfig()")
 
 
+def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
+    """Where it is not known which layers the target's runtime merges."""
+    loader = None if config.target == "any" else SEARCH_TARGETS[config.target]
+    if loader is None or loader.architectures is None:
+        return
+    own = getattr(text_config(model), "model_type", type(model).__name__)
+    if own not in loader.architectures:
+        warnings.warn(
+            f"search.target={config.target}: which layers of {own!r} {loader.name} merges is not known here; "
+            f"taken are those that it merges elsewhere: {', '.join('/'.join(g) for g in FUSED_GROUPS)}.",
+            stacklevel=3,
+        )
+
+
+def _warn_of_unreached(
+    unreached: Sequence[str], space: SearchSpace, config: SearchSettings
+) -> None:
+    """Name the layers that no token runs, but for those that search.exclude names itself."""
+    excluded = match_layers(config.exclude, [*space.shapes, *space.unquantized], "search.exclude")
+    if silent := [name for name in unreached if name not in excluded]:
+        warnings.warn(
+            f"{len(silent)} of {len(space.shapes) + len(space.unquantized)} linear layers are run by no "
+            f"calibration token and stay in BF16, outside the budget: first {', '.join(silent[:3])}.",
+            stacklevel=3,
+        )
+
+
 def _check_weights(model: nn.Module) -> None:
+    check_differentiable(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ModelError(f"{name} is on the meta device: load the model's weights first")

@@ -31,7 +31,9 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError
 from dmx.formats import BlockFormat
+from dmx.models.linears import plain_model
 from dmx.models.running import evaluating
+from dmx.models.searchable import check_differentiable
 from dmx.progress import progress
 from dmx.state import State, StateFile, code_version
 from dmx.weights.columns import (
@@ -217,6 +219,8 @@ def gptq(
         layers that share one weight, blocks that do not run one after the other. DataError: the
         batches. RunError: damping, a Hessian that cannot be used, or a folder of another run.
     """
+    model = plain_model(model)
+    check_differentiable(model)
     check_damping(damping)
     if assignment.weights is not None:
         raise AssignmentError(

@@ -39,9 +39,10 @@ from dmx.files import write_text
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
 from dmx.models.graph import GraphedStep
-from dmx.models.linears import linear_layers
+from dmx.models.linears import linear_layers, plain_model
 from dmx.models.processes import Processes
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
+from dmx.models.searchable import check_differentiable
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.progress import Stopwatch, progress
 from dmx.state import State, StateFile, code_version
@@ -322,6 +323,8 @@ def learn_weights(
     config = LearnConfig() if config is None else config
     if not isinstance(config, LearnConfig):
         raise TypeError(f"config must be a dmx.LearnConfig, got {config!r}: dmx.LearnConfig()")
+    model = plain_model(model)
+    check_differentiable(model)
     _check(model, assignment)
     if config.train == "scales":
         assignment = with_block_scales(assignment)

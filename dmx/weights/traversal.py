@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dmx.applying.linear import QuantLinear, quantized_layers
 from dmx.errors import ModelError
-from dmx.models.replay import PrefixReplay, decoder_blocks
+from dmx.models.backbone import decoder_blocks
+from dmx.models.replay import PrefixReplay
 from dmx.models.running import model_logits
 from dmx.weights.recorder import Stop, until_stopped
 
