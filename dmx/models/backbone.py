@@ -107,7 +107,7 @@ def _run(model: nn.Module, tokens: Tensor) -> None:
 def text_config(model: nn.Module) -> Any:
     """The part of the config that is about text; None where a model has no config."""
     config = getattr(model, "config", None)
-    ask = getattr(config, "gettext_config", None)
+    ask = getattr(config, "get_text_config", None)
     return ask() if callable(ask) else config
 
 

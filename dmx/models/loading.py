@@ -172,18 +172,19 @@ def _noting_unexpected() -> Iterator[set[str]]:
     from transformers import PreTrainedModel
 
     noted: set[str] = set()
-    adjust: Any = PreTrainedModel._adjust_missing_and_unexpected_keys
+    method = "_adjust_missing_and_unexpected_keys"
+    adjust = getattr(PreTrainedModel, method)
     buffers = ("inv_freq", "position_ids", "attn.bias", "masked_bias")
 
     def note(model: Any, loading_info: Any) -> None:
         noted.update(k for k in loading_info.unexpected_keys if not k.endswith(buffers))
         adjust(model, loading_info)
 
-    PreTrainedModel._adjust_missing_and_unexpected_keys = note
+    setattr(PreTrainedModel, method, note)
     try:
         yield noted
     finally:
-        PreTrainedModel._adjust_missing_and_unexpected_keys = adjust
+        setattr(PreTrainedModel, method, adjust)
 
 
 def _read_tokenizer(config: ModelConfig, where: Where) -> Any:
