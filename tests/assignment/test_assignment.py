@@ -80,14 +80,14 @@ def test_stated_bits_are_the_average_of_the_formats_and_of_the_whole_model(assig
     assert assignment.bits["whole_model_bits_per_element"] == pytest.approx(whole, rel=1e-12)
 
 
-def test_tied_embeddings_count_once_in_the_whole_model(make_tiny):
+def test_the_table_of_a_quantized_tied_head_stays_and_counts_beside_it(make_tiny):
     model = make_tiny("smollm2").model
     assignment = made(model, choice=(0,), include_lm_head=True)
     head = 288 * 64
     quantized = sum(a * b for a, b in assignment.shapes.values())
     norms = sum(p.numel() for p in model.parameters()) - quantized  # the head is the embedding
     assert norms == 5 * 64 and head < quantized
-    expected = (4.25 * quantized + 16 * norms) / (quantized + norms)
+    expected = (4.25 * quantized + 16 * (norms + head)) / (quantized + norms)
     assert assignment.bits["whole_model_bits_per_element"] == pytest.approx(expected, rel=1e-12)
 
 
