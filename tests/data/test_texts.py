@@ -242,8 +242,16 @@ def test_files_of_every_kind_are_read_in_order(tmp_path):
         ("a.jsonl", '{"text": "x"}'.encode("utf-16"), "begins as UTF-16"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "', "line 2, is not JSON .*Mend or delete the line"),
         ("a.jsonl", b"[" * 100_000, "line 1, is not JSON"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99)[:-9], "is not JSON Lines .*Get the"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:9] + b"\xff" * 30, "is not JSON Lines"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:-9],
+            "is not JSON Lines .*Get the",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}', mtime=0)[:9] + b"\xff" * 30,
+            "is not JSON Lines",
+        ),
         ("a.parquet", b"PAR1" + bytes(50) + b"PAR1", r"a\.parquet is not a Parquet file"),
         ("a.parquet", b"", "is not a Parquet file"),
         ("a.txt", b" \n ", "the text is empty"),
