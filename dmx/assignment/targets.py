@@ -19,7 +19,8 @@ _QUARK_FORMATS = _TRANSFORMERS_FORMATS | {"mxfp6_e3m2"}
 _ALL_FORMATS = _QUARK_FORMATS | {"mxfp8_e5m2"}
 _CT_VLLM = _VLLM_FORMATS | {"fp8", "nvfp4"}
 _CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | _CT_VLLM
-_CT_INPUTS = _CT_VLLM
+COMPRESSED_TENSORS_INPUTS = _CT_VLLM
+"""What compressed-tensors quantizes inputs to, whatever their weights are in."""
 _MODELOPT_FORMATS = frozenset({"nvfp4", "fp8"})
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
@@ -145,7 +146,7 @@ class Target:
 
 
 _CT = "transformers >= 5 + compressed-tensors >= 0.20"
-_VLLM = "vLLM >= 0.33"
+_VLLM = "vLLM >= 0.32"
 
 TARGETS: dict[str, Target] = {
     "assignment.json": Target(
@@ -155,7 +156,7 @@ TARGETS: dict[str, Target] = {
     "compressed_tensors, profile vllm": Target(
         _CT_VLLM,
         (
-            Loader("transformers", _CT_VLLM, _CT, input_formats=_CT_INPUTS),
+            Loader("transformers", _CT_VLLM, _CT, input_formats=COMPRESSED_TENSORS_INPUTS),
             Loader(
                 "vLLM",
                 _CT_VLLM,
@@ -171,7 +172,7 @@ TARGETS: dict[str, Target] = {
     ),
     "compressed_tensors, profile transformers": Target(
         _CT_TRANSFORMERS,
-        (Loader("transformers", _CT_TRANSFORMERS, _CT, input_formats=_CT_INPUTS),),
+        (Loader("transformers", _CT_TRANSFORMERS, _CT, input_formats=COMPRESSED_TENSORS_INPUTS),),
     ),
     "quark": Target(
         _QUARK_FORMATS,
