@@ -1,6 +1,6 @@
 """What a layout of files is: names, dtypes and shapes of a layer's tensors, and its config.
 
-One file a target (`compressed_tensors`, `quark`, `torchao`) fills in a `Layout`; everything else
+One file a target (`compressed_tensors`, `quark`, `modelopt`, `torchao`) fills in a `Layout`; everything else
 in this package works on any of them, layer by layer.
 """
 

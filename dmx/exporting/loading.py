@@ -78,7 +78,7 @@ def load_exported(
     inputs: bool | None = None,
     attn_implementation: str | None = None,
 ) -> LoadedExport:
-    """Read a folder of `dmx.export`, or of another tool that holds MX formats only.
+    """Read a folder of `dmx.export`, or of another tool whose formats this project has.
 
     Args:
         inputs: quantize inputs too; None = as the folder was exported.

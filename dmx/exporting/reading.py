@@ -2,8 +2,8 @@
 
 Read are compressed-tensors and Quark (`quantization_config`), ModelOpt (`quantized_layers` of
 hf_quant_config.json) and auto-round (`layer_config`, or `quantization_config` with
-`extra_config`). Each says for a layer name which format it gets; a format that is not MX is an
-error that names the layer, since leaving it out would measure something else.
+`extra_config`). Each says for a layer name which format it gets; a format that this project does not have
+is an error that names the layer, since leaving it out would measure something else.
 """
 
 import fnmatch
@@ -22,7 +22,7 @@ from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.files import read_json
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
-from dmx.models.linears import linear_layers, own_elements
+from dmx.models.linears import MERGED_LAYERS, linear_layers, own_elements
 
 Chooser = Callable[[str], "BlockFormat | None"]
 """layer name -> format; None = not quantized"""
@@ -30,8 +30,6 @@ Names = tuple[str, ...]
 """Of the linear layers of a model."""
 Named = Mapping[str, frozenset[str]]
 """Names and patterns that a config gives formats to -> the layers that are meant."""
-_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Names of a runtime for layers that it runs as one: a config that names one means its parts."""
 
 _QUARK = {
     "fp4": "mxfp4",
@@ -75,7 +73,7 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
 
     Raises:
         AssignmentError: not a config that is read here, or it names no layer of the model.
-        FormatError: a layer has a format that is not an MX format of this project.
+        FormatError: a layer has a format that this project does not have.
     """
     body = _read(source) if isinstance(source, str | Path) else dict(source)
     linears = linear_layers(model)
@@ -164,7 +162,7 @@ def _chooser(body: dict[str, Any], names: Names) -> tuple[str, Chooser, Named]:
 
 def _refuse(tool: str, layer: str, what: object) -> FormatError:
     return FormatError(
-        f"{tool} config: {layer} has {what}, which is no MX format of this project; its result "
+        f"{tool} config: {layer} has {what}, which is no format of this project; its result "
         "cannot be measured here."
     )
 
@@ -174,7 +172,7 @@ def _meant(test: Callable[[str], object], names: Names) -> frozenset[str]:
 
     def merged(name: str) -> str:
         parent, _, last = name.rpartition(".")
-        whole = next((whole for whole, parts in _MERGED.items() if last in parts), last)
+        whole = next((whole for whole, parts in MERGED_LAYERS.items() if last in parts), last)
         return f"{parent}.{whole}".lstrip(".")
 
     own = frozenset(name for name in names if test(name))

@@ -7,9 +7,13 @@ from torch import nn
 
 from dmx.errors import ModelError
 
+MERGED_LAYERS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Names of runtimes for layers that they run as one, which configs of other tools use, too -> its parts."""
 FUSED_GROUPS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
+    *MERGED_LAYERS.values(),
     ("in_proj_qkv", "in_proj_z"),  # linear attention of Qwen3.5
     ("in_proj_b", "in_proj_a"),
     ("q_a_proj", "kv_a_proj_with_mqa"),  # MLA: DeepSeek, GLM-4-MoE-Lite, LongCat

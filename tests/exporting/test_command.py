@@ -251,7 +251,10 @@ def test_another_tools_config_is_exported_as_ours(run, make_tiny, tmp_path):
 def test_configs_that_cannot_be_measured_are_refused(measure, tmp_path):
     config = tmp_path / "c.json"
     for body, words in (
-        ({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}}, "is no MX format"),
+        (
+            {"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}},
+            "is no format of this",
+        ),
         ({"quant_method": "gptq", "bits": 4}, "this is no config that is read here"),
         ({"config_groups": {"a": {"targets": ["other"], "weights": {}}}}, "quantizes none of"),
         ({"config_groups": 1}, "is damaged or of a version"),
