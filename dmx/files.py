@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from dmx.errors import RunError
 
+_LFS = b"version https://git-lfs.github.com/spec/"
 LARGEST_JSON = 1 << 28
 """Bytes; an assignment of a model with 10,000 layers takes a hundredth of them."""
 
@@ -88,6 +89,14 @@ def read_json(path: Path) -> Any:
     if size > LARGEST_JSON:
         raise ValueError(f"it has {size:,} bytes, at most {LARGEST_JSON:,} are read")
     return parse_json(path.read_bytes())
+
+
+def lfs_pointer(path: Path) -> str | None:
+    """What to say where Git left a pointer in the place of a file; None where it is the file itself."""
+    with path.open("rb") as file:
+        if not file.read(len(_LFS)).startswith(_LFS):
+            return None
+    return f"{path} is a Git LFS pointer, not the file itself. Fetch the files: git lfs pull."
 
 
 def finite(value: float) -> float | None:

@@ -1,8 +1,8 @@
 """How runtimes run what they load, by card: what the table of a report says beside who loads it.
 
 A file's formats are not always what runs: vLLM decides by card whether it quantizes inputs, whatever the
-folder says. Read in the source of vLLM 0.32 (order of kernels by compute capability) but for FP8 on a CPU and
-layers of the MX formats, which ran; no card ran it yet.
+folder says. Read in its source (order of kernels by compute capability) but for FP8 on a CPU and layers of the
+MX formats, which ran; no card ran it yet.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,8 @@ NATIVE = "native"
 NATIVE_INPUTS = "native, inputs quantized always"
 EMULATED = "emulated"
 
+SOURCE = "vLLM 0.32"
+"""In whose source the table below was read."""
 CARDS = ("Hopper", "Blackwell")
 _VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
 _AS_ASKED = "native with inputs=true, else weights alone"

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dmx.errors import DataError
+from dmx.files import lfs_pointer
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_LFS = b"version https://git-lfs.github.com/spec/"
 _MARKS = {
     b"\xff\xfe\x00\x00": "UTF-32",
     b"\x00\x00\xfe\xff": "UTF-32",
@@ -104,10 +104,8 @@ def _parquet(path: Path, column: str) -> list[str]:
 def _explained(path: Path, what: str) -> Iterator[None]:
     """Turn what libraries raise over a damaged file into a DataError that names it."""
     try:
-        if path.stat().st_size < 1024 and path.read_bytes().startswith(_LFS):
-            raise DataError(
-                f"{path} is a Git LFS pointer, not the file itself. Fetch the files: git lfs pull."
-            )
+        if pointer := lfs_pointer(path):
+            raise DataError(pointer)
         yield
     except DataError:
         raise

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dmx.applying.stored import StoredWeight
+from dmx.assignment.targets import COMPRESSED_TENSORS_INPUTS
 from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
 from dmx.exporting.packing import as_float8, check_finite, code_bits
@@ -45,7 +46,6 @@ FORMAT_NAMES = {
     NVFP4: "nvfp4-pack-quantized",
     FP8: "float-quantized",
 }
-INPUT_FORMATS = (MXFP4, MXFP8_E4M3, NVFP4, FP8)
 _GLOBAL, _GLOBAL_OF_INPUT = "weight_global_scale", "input_global_scale"
 
 
@@ -167,7 +167,7 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
 
 def _check(layers: Layers, inputs: bool) -> None:
     asked = {name: layer.input for name, layer in layers.items() if layer.input is not None}
-    refused = {name: f.name for name, f in asked.items() if f not in INPUT_FORMATS}
+    refused = {name: f.name for name, f in asked.items() if f.name not in COMPRESSED_TENSORS_INPUTS}
     if refused:
         raise FormatError(
             f"inputs=true: compressed-tensors does not quantize inputs to "

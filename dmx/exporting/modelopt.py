@@ -151,14 +151,6 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(layers: Layers, inputs: bool) -> None:
-    other = {n: x for n, x in layers.items() if x.input not in (None, x.weight)}
-    if other:
-        name, layer = next(iter(other.items()))
-        raise FormatError(
-            f"target=modelopt_checkpoint runs an input in the format of its weight; {len(other)} layers ask for "
-            f"another, first {name}: weight {layer.weight}, input {layer.input}. Use "
-            "target=compressed_tensors, or search again with search.choices=joint."
-        )
     eight = [name for name, layer in layers.items() if layer.weight is FP8]
     if eight and not inputs:
         raise FormatError(

@@ -14,8 +14,7 @@ from dmx.exporting.packing import check_finite
 from dmx.exporting.plan import Plan
 from dmx.exporting.rotating import rotation_tensors
 from dmx.exporting.writing import Part
-from dmx.models.in_files import file_dtype
-from dmx.models.linears import plain_name
+from dmx.models.in_files import file_dtype, tensors_once
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,7 @@ def plan_tensors(model: nn.Module, plan: Plan) -> Tensors:
     """
     parts: list[Part] = []
     plain: dict[str, TensorSpec] = {}
-    state = {plain_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
-    names: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
-    for shared in names.values():
-        tensor = state[shared[0]]
+    for shared, tensor in tensors_once(model):
         named = [n.removesuffix(".weight") for n in shared if n.endswith(".weight")]
         taken = [layer for layer in named if layer in plan.layers]
         others = [n for n in shared if n.removesuffix(".weight") not in taken]

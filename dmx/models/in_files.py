@@ -28,6 +28,15 @@ def file_dtype(model: nn.Module, name: str, tensor: Tensor) -> torch.dtype:
     return torch.float32 if keeps_float32(model, name) else torch.bfloat16
 
 
+def tensors_once(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Each tensor of the state dict with all of its names, which are several where weights are tied; in the order
+    of the model."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(plain_name(name))
+    return list(found.values())
+
+
 def unquantized_bits(model: nn.Module, quantized: Collection[str]) -> int:
     """Bits that files hold besides the weights of `quantized` layers; the model may be on meta.
 
@@ -35,14 +44,9 @@ def unquantized_bits(model: nn.Module, quantized: Collection[str]) -> int:
     counts, since the layer's own tensors cannot stand for it.
     """
     weights = {f"{layer}.weight" for layer in quantized}
-    names: dict[int, list[str]] = {}
-    state = {plain_name(k): v for k, v in model.state_dict(keep_vars=True).items()}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), []).append(name)
     bits = 0
-    for shared in names.values():
-        others = [name for name in shared if name not in weights]
+    for names, tensor in tensors_once(model):
+        others = [name for name in names if name not in weights]
         if others:
-            tensor = state[others[0]]
             bits += 8 * file_dtype(model, others[0], tensor).itemsize * tensor.numel()
     return bits

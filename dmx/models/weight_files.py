@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dmx.errors import ModelError
-from dmx.files import parse_json, read_json
+from dmx.files import lfs_pointer, parse_json, read_json
 
-_LFS = b"version https://git-lfs.github.com/spec/"
 _INDEX = ".index.json"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 """What transformers looks for, in this order, each alone or with an index."""
@@ -43,12 +42,10 @@ def check_tokenizer_files(folder: Path) -> None:
 
 def check_whole(path: Path) -> None:
     """Raise ModelError for a pointer of Git LFS, or a file that is cut off or not of its kind."""
+    if pointer := lfs_pointer(path):
+        raise ModelError(pointer)
     with path.open("rb") as file:
-        start = file.read(len(_LFS))
-    if start.startswith(_LFS):
-        raise ModelError(
-            f"{path} is a Git LFS pointer, not the file itself. Fetch the files: git lfs pull."
-        )
+        start = file.read(4)
     if not start:
         raise _damaged(path, "it is empty")
     if path.suffix == ".safetensors":
