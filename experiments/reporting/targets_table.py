@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, how_it_runs
+from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, SOURCE, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles
 from dmx.formats import BLOCK_FORMATS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
@@ -73,7 +73,7 @@ def _runs_table(formats: Sequence[str]) -> Html | None:
             )
     heads = [el("th", title, scope="col") for title in ("export target", "runs on", *formats)]
     note = (
-        "What runs, which the folder does not decide alone: read in the source of vLLM 0.32, not measured on a "
+        f"What runs, which the folder does not decide alone: read in the source of {SOURCE}, not measured on a "
         "card. All other loaders dequantize."
     )
     table = scroll_table(el("tr", heads), body, cls="targets")

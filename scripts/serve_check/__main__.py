@@ -32,6 +32,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import dmx
 from dmx.errors import DmxError, RunError
 from dmx.files import write_json
 from scripts.serve_check import compare
@@ -263,8 +264,6 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
     with ran(asked, folders, tokens) as outs:
         rows = [row_of(asked, folder, outs[folder], tokens) for folder in folders]
     add_effects(rows, folders)
-    import dmx
-
     return {
         "schema": SCHEMA,
         "note": asked.note,

@@ -14,7 +14,7 @@ from filelock import FileLock
 import dmx
 from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
-from experiments.reporting.pages.engines import engines_page
+from experiments.reporting.pages import engines
 from scripts.serve_check import __main__ as serve_check
 from scripts.serve_check import cases, compare, decoding
 from scripts.serve_check.cases import CASES
@@ -193,6 +193,12 @@ def served(**fields):
     }
 
 
+def test_records_are_in_the_words_that_the_page_reads():
+    # Said in both places: what reads records does not know what runs, nor is it imported to run.
+    assert serve_check.SCHEMA == engines.SCHEMA
+    assert f"{serve_check.__package__}." == engines.OURS
+
+
 def test_the_page_says_what_ran_and_whose_the_products_are():
     run = {
         "note": "a model",
@@ -201,7 +207,7 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         "text": None,
         "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}],
     }
-    page = engines_page({"engines_cpu": run})
+    page = engines.engines_page({"engines_cpu": run})
     assert "Of 2 folders that ran in vLLM, 1 do not load, 4 of 4 linear layers give" in page
     assert (
         "| ct4_wa | mxfp4 | 4 | S | scripts.serve_check.Mxfp4 | mxfp4 even | mxfp4 floor | 3 | 2e-07 | 0.11 |"
@@ -222,7 +228,7 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         weight_bytes=2_000_000,
         peak_bytes={"process": 1, "card": 3_000_000},
     )
-    page = engines_page({"engines_h200": run | {"rows": [row]}})
+    page = engines.engines_page({"engines_h200": run | {"rows": [row]}})
     assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
 
 
