@@ -23,7 +23,7 @@ from .running.bench import Bench, check_windows
 from .running.composing import build_root
 from .running.guard import entry_point
 from .running.run import Run
-from .running.sources import check_files_dtype, measure_source, read_source
+from .running.sources import Source, check_files_dtype, measure_source, read_source
 
 
 @dataclass(kw_only=True)
@@ -76,13 +76,13 @@ def main(cfg: DictConfig) -> None:
         transform=config.transform,
         rotation=RotationConfig(file=config.transform_file),
     )
-    sees_inputs = any(source.needs_calibration for source in sources)
-    calibration = config.calibration if config.safety != "off" or sees_inputs else None
     meta = meta_model(config.model)
+    given = [source.on(meta) if source.uniform is None else None for source in sources]
+    sees_inputs = any(map(Source.needs_calibration, sources, given))
+    calibration = config.calibration if config.safety != "off" or sees_inputs else None
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load
     check_files_dtype(sources, config.model)
-    given = [source.on(meta) if source.uniform is None else None for source in sources]
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return

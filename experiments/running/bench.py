@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,18 +165,18 @@ class Bench:
         return self.learn.split(self.training_batches(seed))[0]
 
     @contextlib.contextmanager
-    def weights_of(self, folder: Path | None) -> Iterator[None]:
+    def weights_of(self, folder: Path | None) -> Iterator[Mapping[str, float] | None]:
         """Rows are measured on the weights of an exported folder meanwhile, as its bytes give
-        them; None changes nothing."""
+        them; None changes nothing. Gives the `input_amax` that its files state."""
         if folder is None:
-            yield
+            yield None
             return
         own = self.model
         attention = self._model_config.attn_implementation
         files = load_exported(folder, device=self.run.device, attn_implementation=attention)
         self.model = restore(files.model)
         try:
-            yield
+            yield files.assignment.input_amax
         finally:
             self.model = own
 
@@ -192,10 +192,13 @@ class Bench:
         self.rows(path, lambda: (self._uniform(block_format, config), {}), guarded=False)
 
     def _uniform(self, block_format: BlockFormat, config: SearchConfig) -> Assignment:
-        made = uniform_assignment(self.model, block_format, config)
-        return (
-            calibrate_inputs(self.model, made, self.batches(0)) if needs_calibration(made) else made
-        )
+        return self.calibrated(uniform_assignment(self.model, block_format, config))
+
+    def calibrated(self, assignment: Assignment) -> Assignment:
+        """With the ranges of inputs that its formats need and it does not state."""
+        if not needs_calibration(assignment):
+            return assignment
+        return calibrate_inputs(self.model, assignment, self.batches(0))
 
     def searched(
         self,

@@ -8,12 +8,13 @@ mxfp4, mxfp6_e2m3, ..., bf16    one format everywhere
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dmx.applying.calibrate import needs_calibration
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import is_exported, read_assignment
@@ -39,16 +40,17 @@ class Source:
     files: Path | None = None
     """An exported folder, whose weights are to be used."""
 
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether inputs of its one format have a global scale that calibration fixes."""
+    def needs_calibration(self, assignment: Assignment | None) -> bool:
+        """Whether inputs have a global scale that calibration fixes: of its one format, or of its assignment."""
+        if assignment is not None:
+            return needs_calibration(assignment)
         return isinstance(self.uniform, BlockFormat) and self.uniform.needs_input_amax
 
     def on(self, model: nn.Module) -> Assignment:
         """The assignment for a model, which may be on meta.
 
         Raises:
-            AssignmentError, FormatError: it is for another model, or has formats that are not MX.
+            AssignmentError, FormatError: it is for another model, or has formats that this project does not have.
         """
         if self.uniform is not None:
             block_format = get_block_format(self.uniform)
@@ -133,5 +135,6 @@ def measure_source(
         bench.uniform(get_block_format(source.uniform), uniform)
     else:
         assert assignment is not None
-        with bench.weights_of(source.files):
-            bench.rows(path, lambda: (assignment, {}), origin=source.origin(assignment))
+        with bench.weights_of(source.files) as input_amax:
+            stated = replace(assignment, input_amax=assignment.input_amax or input_amax)
+            bench.rows(path, lambda: (bench.calibrated(stated), {}), origin=source.origin(stated))

@@ -251,10 +251,7 @@ def test_another_tools_config_is_exported_as_ours(run, make_tiny, tmp_path):
 def test_configs_that_cannot_be_measured_are_refused(measure, tmp_path):
     config = tmp_path / "c.json"
     for body, words in (
-        (
-            {"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}},
-            "is no format of this",
-        ),
+        ({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "INT8"}}}, "is no format"),
         ({"quant_method": "gptq", "bits": 4}, "this is no config that is read here"),
         ({"config_groups": {"a": {"targets": ["other"], "weights": {}}}}, "quantizes none of"),
         ({"config_groups": 1}, "is damaged or of a version"),
@@ -265,6 +262,17 @@ def test_configs_that_cannot_be_measured_are_refused(measure, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "the folder holds none of" in measure(tmp_path / "empty")
     assert not (tmp_path / "run").exists()
+
+
+def test_inputs_of_another_tools_nvfp4_config_are_calibrated(measure, tmp_path):
+    config = tmp_path / "hf_quant_config.json"
+    config.write_text(
+        json.dumps({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}})
+    )
+    (row,) = measure(config, quantized="W+A")
+    made = dmx.Assignment.load(tmp_path / "run" / row.assignment)
+    assert made.formats == {f"{L0}.mlp.up_proj": "nvfp4"}
+    assert made.input_amax[f"{L0}.mlp.up_proj"] > 0
 
 
 def test_files_are_measured_beside_a_bf16_model_alone(measure, make_tiny, tmp_path):
