@@ -1,5 +1,6 @@
 """`search`: one function for every method; checks first, then searches."""
 
+import contextlib
 import json
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -20,7 +21,7 @@ from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
-from dmx.files import sha256, write_text
+from dmx.files import read_json, sha256, write_json, write_text
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
@@ -46,6 +47,9 @@ from dmx.searching.transforming import (
     transformed_layers,
 )
 from dmx.transforms.stage import Transform, transformed
+
+UNREACHED_FILE = "unreached.json"
+"""Of a search's folder: the layers that no calibration token runs."""
 
 
 def search_space(
@@ -148,14 +152,18 @@ def search(
     space.check_budget(budget)
     _warn_of_architecture(model, config)
     listed = list_batches(batches, model)
-    unreached = unreached_layers(model, listed)
+    config.check_batches(len(listed))
+    check_finite_weights(model)
+    where = None if folder is None else Path(folder)
+    if where is not None:
+        # An unwritable folder must show now, not after the first checkpoint's worth of steps.
+        write_text(where / ".writable", "").unlink(missing_ok=True)
+    found = _Unreached(model, listed, where)
+    unreached = found.layers
     if unreached or unread_layers(model):
         space = search_space(model, config, unreached=unreached)
         _warn_of_unreached(unreached, space, config)
         space.check_budget(budget)
-    config.check_batches(len(listed))
-    check_finite_weights(model)
-    where = None if folder is None else Path(folder)
     if score_folder is None and where is not None:
         score_folder = where / "scores"
     scores = None if score_folder is None else Path(score_folder)
@@ -167,13 +175,11 @@ def search(
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        if where is not None:
-            # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-            write_text(where / ".writable", "").unlink(missing_ok=True)
         if not (config.descends or config.name in SCANS or config.polish.rounds):
             # The others run the model themselves, and look at what it gives.
             _check_outputs(model, listed[0][:1])
         outcome = job.run()
+    found.keep()
     assignment = make_assignment(
         job.space,
         outcome.choice,
@@ -362,6 +368,28 @@ def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
             f"taken are those that it merges elsewhere: {', '.join('/'.join(g) for g in FUSED_GROUPS)}.",
             stacklevel=3,
         )
+
+
+class _Unreached:
+    """`unreached_layers`, kept in a search's folder once it has ended: then the model is not run again."""
+
+    def __init__(self, model: nn.Module, batches: list[Tensor], folder: Path | None) -> None:
+        self.path = None if folder is None else folder / UNREACHED_FILE
+        self.of = {"layers": list(linear_layers(model)), "batches": batches_sha256(batches)}
+        known = self._known()
+        self.layers = unreached_layers(model, batches) if known is None else known
+
+    def _known(self) -> list[str] | None:
+        with contextlib.suppress(OSError, ValueError):  # not there or damaged: found again
+            kept = read_json(self.path) if self.path is not None else None
+            if isinstance(kept, dict) and self.of == {key: kept.get(key) for key in self.of}:
+                return [name for name in self.of["layers"] if name in kept.get("unreached", ())]
+        return None
+
+    def keep(self) -> None:
+        """For a search that has ended; one that failed leaves nothing."""
+        if self.path is not None:
+            write_json(self.path, {**self.of, "unreached": self.layers})
 
 
 def _warn_of_unreached(

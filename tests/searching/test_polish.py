@@ -301,7 +301,7 @@ def test_a_resumed_search_counts_the_seconds_before_it_died(tiny, tmp_path, monk
     config = search_config(steps=4, raw_start=1.0, checkpoint_every=2)
     with monkeypatch.context() as patch:
         patch.setattr(Stopwatch, "seconds", property(lambda self: 1000.0 + self.before))
-        polish_and_die(model, tokens, config, tmp_path, 5)
+        polish_and_die(model, tokens, config, tmp_path, 6)
     assert 1000 < dmx.search(model, tokens, Budget(4.8), config, folder=tmp_path).seconds < 1100
 
 

@@ -135,7 +135,7 @@ def test_where_nothing_can_be_measured_it_says_so(model):
     ):
         mxfp4(model, transform="hadamard_selected")
     with pytest.raises(SearchConfigError, match="rotates inputs at run time"):
-        SearchConfig(transform="hadamard_selected", target="vllm")
+        SearchConfig(transform="hadamard_selected", target="vllm_quark")
 
 
 def test_inputs_are_selected_for_nvfp4_too(model):
