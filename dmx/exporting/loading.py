@@ -170,18 +170,13 @@ def _fill(
         if name in others:
             continue
         layer, _, last = name.rpartition(".")
-        if layer in waiting and last in layout.specs(formats[layer], assignment.shapes[layer]):
+        specs = layout.specs(formats[layer], assignment.shapes[layer]) if layer in waiting else {}
+        if last in specs:
             waiting[layer][last] = tensor
-            specs = layout.specs(formats[layer], assignment.shapes[layer])
             if len(waiting[layer]) == len(specs):
                 tensors = waiting.pop(layer)
-                weight = _decode(layout, tensors, formats[layer])
-                back = weight
-                if transform.rotates(layer):
-                    back = BlockRotation(transform.rotation(layer).mT.contiguous()).of_weight(
-                        weight
-                    )
-                _copy(state, f"{layer}.weight", back)
+                weight = layout.decode(tensors, formats[layer], torch.bfloat16)
+                _copy(state, f"{layer}.weight", _rotated_back(weight, layer, transform))
                 left.discard(f"{layer}.weight")
                 if layout.decode_stored is not None and keeps:
                     stored[layer] = layout.decode_stored(tensors, formats[layer])
@@ -203,8 +198,11 @@ def _fill(
     return stored, input_amax
 
 
-def _decode(layout: Layout, tensors: Mapping[str, Tensor], block_format: Any) -> Tensor:
-    return layout.decode(tensors, block_format, torch.bfloat16)
+def _rotated_back(weight: Tensor, layer: str, transform: Transform) -> Tensor:
+    """A weight of the files without the rotation that they hold it under."""
+    if not transform.rotates(layer):
+        return weight
+    return BlockRotation(transform.rotation(layer).mT.contiguous()).of_weight(weight)
 
 
 def _copy(state: dict[str, Tensor], name: str, tensor: Tensor) -> None:
