@@ -23,6 +23,7 @@ from torch import Tensor
 from dmx.errors import RunError
 from dmx.exporting.layouts import TensorSpec
 from dmx.files import write_json
+from dmx.models.weight_files import safetensors_header
 
 DTYPE_NAMES = {
     torch.float32: "F32",
@@ -180,14 +181,11 @@ def _write_file(path: Path, parts: Sequence[Part], metadata: Mapping[str, str]) 
 
 
 def read_headers(folder: Path) -> dict[str, TensorSpec]:
-    """name -> dtype and shape of every tensor of the safetensors files in a folder."""
+    """name -> dtype and shape of every tensor of the safetensors files in a folder; ModelError for one that is cut
+    off."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     specs: dict[str, TensorSpec] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                specs[name] = TensorSpec(dtypes[entry["dtype"]], tuple(entry["shape"]))
+        for name, entry in safetensors_header(path).items():
+            specs[name] = TensorSpec(dtypes[entry["dtype"]], tuple(entry["shape"]))
     return specs

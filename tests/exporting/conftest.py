@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
@@ -60,6 +61,16 @@ for line in sys.stdin:
         said = traceback.format_exc()
     print("done", repr(said), flush=True)
 """
+
+
+@pytest.fixture
+def model(make_tiny):
+    return make_tiny("llama", dtype="bfloat16").model
+
+
+@pytest.fixture
+def batches(generator):
+    return [torch.randint(0, 256, (2, 16), generator=generator) for _ in range(2)]
 
 
 @pytest.fixture(scope="session")

@@ -25,16 +25,6 @@ TARGET = {"target": "modelopt_checkpoint", "inputs": True}
 
 
 @pytest.fixture
-def model(make_tiny):
-    return make_tiny("llama", dtype="bfloat16").model
-
-
-@pytest.fixture
-def batches(generator):
-    return [torch.randint(0, 256, (2, 16), generator=generator) for _ in range(2)]
-
-
-@pytest.fixture
 def assignment(model, batches):
     made = mixed(model, (NVFP4, FP8, BF16), "fused")
     return dmx.calibrate_inputs(model, made, batches, static=True)

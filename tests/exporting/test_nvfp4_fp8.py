@@ -21,11 +21,6 @@ from tests.exporting.conftest import mixed, needs
 FORMATS = (NVFP4, FP8, BF16)
 
 
-@pytest.fixture
-def model(make_tiny):
-    return make_tiny("llama", dtype="bfloat16").model
-
-
 def stored(kind, model, assignment):
     """The assignment with its weights as they are, rounded or learned."""
     generator = torch.Generator().manual_seed(0)

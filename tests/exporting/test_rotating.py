@@ -22,11 +22,6 @@ from tests.exporting.conftest import mixed, needs
 FUSED = "model.layers.0.self_attn.{q_proj,k_proj,v_proj}"
 
 
-@pytest.fixture
-def model(make_tiny):
-    return make_tiny("llama", dtype="bfloat16").model
-
-
 def rotation_of(seed):
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(32, 32, generator=generator, dtype=torch.float64))[0].float()

@@ -23,16 +23,6 @@ VLLM = {"target": "compressed_tensors", "profile": "vllm"}
 
 
 @pytest.fixture
-def model(make_tiny):
-    return make_tiny("llama", dtype="bfloat16").model
-
-
-@pytest.fixture
-def batches(generator):
-    return [torch.randint(0, 256, (2, 16), generator=generator) for _ in range(2)]
-
-
-@pytest.fixture
 def assignment(model, batches):
     made = mixed(
         model,
