@@ -1,6 +1,7 @@
 """python -m experiments.export and .evaluate: what they leave of files, and refusals in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 import dmx
 from dmx.assignment.assignment import Assignment
-from dmx.formats import MX_FORMATS
+from dmx.formats import MX_FORMATS, NVFP4
 from experiments import evaluate, export
 from experiments.reporting.record import Record
 from experiments.running import exports
@@ -273,6 +274,19 @@ def test_inputs_of_another_tools_nvfp4_config_are_calibrated(measure, tmp_path):
     made = dmx.Assignment.load(tmp_path / "run" / row.assignment)
     assert made.formats == {f"{L0}.mlp.up_proj": "nvfp4"}
     assert made.input_amax[f"{L0}.mlp.up_proj"] > 0
+
+
+def test_inputs_of_nvfp4_files_without_an_assignment_have_the_range_that_the_files_state(
+    measure, model, tmp_path
+):
+    made = mixed(model, (NVFP4,), "fused")
+    stated = replace(made, input_amax=dict.fromkeys(made.formats, 3.0))
+    folder = tmp_path / "out"
+    dmx.export(model, stated, folder, target="compressed_tensors", inputs=True, verify=False)
+    (folder / "assignment.json").unlink()
+    (row,) = measure(folder, quantized="W+A")
+    back = dmx.Assignment.load(tmp_path / "run" / row.assignment)
+    assert back.input_amax == pytest.approx(stated.input_amax)
 
 
 def test_files_are_measured_beside_a_bf16_model_alone(measure, make_tiny, tmp_path):
