@@ -34,7 +34,7 @@ from torch import Tensor
 
 import dmx
 from dmx.errors import DmxError, RunError
-from dmx.files import write_json
+from dmx.files import read_json, write_json
 from scripts.serve_check import compare
 
 SCHEMA = "dmx.serve_check/1"
@@ -91,17 +91,66 @@ def engine_python(path: str) -> Path:
     return found
 
 
-def tokens_of(asked: argparse.Namespace) -> Tensor:
-    """(rows, window) int64."""
-    config = json.loads((asked.folders[0] / "config.json").read_text())
-    if asked.text is None:
-        generator = torch.Generator().manual_seed(0)
-        largest = min(256, config["vocab_size"])
-        return torch.randint(largest, (asked.rows, asked.window), generator=generator)
+LEAST = {"rows": 1, "window": 2, "prompt": 1, "prompts": 1, "new": 2}
+"""Of the numbers: a token has no log-probability without one before it, and decoding no speed without a second."""
+
+
+def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
+    """Raise RunError for what is known to be wrong before the engine, which takes minutes, has run."""
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise RunError(
+                f"{folder} has no config.json: give folders that dmx.export wrote, or of models that "
+                "transformers saved."
+            )
+        try:
+            is_config = isinstance(read_json(folder / "config.json"), dict)
+        except (OSError, ValueError):
+            is_config = False
+        if not is_config:
+            raise RunError(
+                f"{folder / 'config.json'} is damaged: it is no JSON object. Export again."
+            )
+    for name, least in LEAST.items():
+        if (value := getattr(asked, name)) < least:
+            raise RunError(f"--{name} {value} must be at least {least}")
+    if not isinstance(asked.options, dict):
+        raise RunError(
+            f"--options {json.dumps(asked.options)} is no JSON object of arguments of vllm.LLM, such as "
+            '\'{"linear_backend": "marlin"}\''
+        )
+    if asked.json and asked.json.is_dir():
+        raise RunError(f"--json {asked.json} is a folder: name a file")
+
+
+def text_tokens(asked: argparse.Namespace, folder: Path) -> list[int]:
+    """Of --text, by the folder's tokenizer."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(asked.folders[0])
-    ids = tokenizer(asked.text.read_text(), add_special_tokens=False)["input_ids"]
+    try:
+        text = asked.text.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"--text {asked.text} cannot be read as UTF-8 text ({error})") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"--text needs a tokenizer, and {folder} holds none that transformers reads. Leave --text out "
+            "for drawn tokens, or copy the tokenizer's files into it."
+        ) from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def tokens_of(asked: argparse.Namespace, folders: Sequence[Path]) -> Tensor:
+    """(rows, window) int64, drawn from what is in the vocabulary of every folder where there is no text."""
+    if asked.text is None:
+        generator = torch.Generator().manual_seed(0)
+        configs = [read_json(folder / "config.json") for folder in folders]
+        sizes = [c.get("vocab_size") or c.get("text_config", {}).get("vocab_size") for c in configs]
+        largest = min([256, *(size for size in sizes if size)])
+        return torch.randint(largest, (asked.rows, asked.window), generator=generator)
+    ids = text_tokens(asked, asked.folders[0])
     needed = asked.rows * asked.window
     if len(ids) < needed:
         raise RunError(f"--text {asked.text} has {len(ids)} tokens, {needed} are asked for")
@@ -175,7 +224,14 @@ def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Tensor) -> dict:
-    """What the record keeps of a folder."""
+    """What the record keeps of a folder; where dmx cannot read or compare it, why: the others are kept."""
+    try:
+        return _row_of(asked, folder, outs, tokens)
+    except DmxError as error:
+        return {"folder": str(folder), "failed": str(error)}
+
+
+def _row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Tensor) -> dict:
     reports = [report_of(out) for out in outs]
     report, failure = reports[0]
     name = str(folder)
@@ -191,6 +247,7 @@ def row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Te
         row["ok"] = row["error"] <= tolerance
     theirs = tensors["log_probabilities"]
     ours = compare.log_probabilities(loaded.model, tokens)
+    compare.check_finite(layers, engine=theirs, dmx=ours)
     speed, speed_failure = reports[-1]
     return {
         "folder": name,
@@ -260,7 +317,8 @@ def say(row: dict) -> None:
 def check(asked: argparse.Namespace) -> dict[str, Any]:
     """The record."""
     folders = [f for f in (asked.baseline, *asked.folders) if f is not None]
-    tokens = tokens_of(asked)
+    check_asked(asked, folders)
+    tokens = tokens_of(asked, folders)
     with ran(asked, folders, tokens) as outs:
         rows = [row_of(asked, folder, outs[folder], tokens) for folder in folders]
     add_effects(rows, folders)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dmx.applying.linear import QuantLinear
 from dmx.applying.quantizers import BlockQuantizer
+from dmx.errors import ModelError
 from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.loading import is_exported, load_exported
 from dmx.formats import FP8, BlockFormat
@@ -53,7 +54,12 @@ def load_folder(folder: Path, dtype: torch.dtype, device: str) -> Folder:
     if not is_exported(folder):
         from transformers import AutoModelForCausalLM
 
-        plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        try:
+            plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        except (OSError, ValueError, ImportError) as error:
+            raise ModelError(
+                f"{folder} was not exported by dmx, and transformers cannot load it: {error}"
+            ) from error
         return Folder(plain.to(device).eval())
     loaded = load_exported(folder, device=device, attn_implementation="sdpa")
     layers = {n: m for n, m in loaded.model.named_modules() if isinstance(m, QuantLinear)}
@@ -110,9 +116,9 @@ def product(layer: Any, x: Tensor, quantizer: InputQuantizer | None) -> Tensor:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """|a - b| / |b|."""
+    """|a - b| / |b|; 0 where they are equal, be they zero."""
     a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm())
+    return 0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm())
 
 
 @torch.no_grad()
@@ -129,6 +135,11 @@ def compare_layers(
     for name in sorted({key.rpartition(".")[0] for key in tensors if key.endswith((".x", ".y"))}):
         x, y = tensors[f"{name}.x"].to(device), tensors[f"{name}.y"].to(device)
         parts = parts_of(name, fused)
+        if unknown := [part for part in parts if part not in modules]:
+            raise ModelError(
+                f"the engine's layer {name} is {unknown[0]} of the checkpoint by its table of merged layers, "
+                "and the model has no such layer: this architecture cannot be compared"
+            )
         ways = candidates(modules[parts[0]], folder.inputs.get(parts[0]))
         expected = {
             way: torch.cat([product(modules[part], x, q) for part in parts], -1)
@@ -149,6 +160,20 @@ def compare_layers(
             "tokens": x.shape[0],
         }
     return rows
+
+
+def check_finite(layers: Mapping[str, Mapping[str, Any]], **values: Tensor) -> None:
+    """Raise ModelError for outputs of layers, or log-probabilities, that cannot be compared.
+
+    Args:
+        layers: of `compare_layers`. values: log-probabilities, by who computed them.
+    """
+    for name, row in layers.items():
+        if not math.isfinite(row["error"]):
+            raise ModelError(f"the output of {name} is not finite, or zero in dmx alone")
+    for who, found in values.items():
+        if not bool(found.isfinite().all()):
+            raise ModelError(f"log-probabilities of {who} are not finite")
 
 
 def _asked(folder: Folder, layer: str) -> str:

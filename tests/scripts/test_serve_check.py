@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
+from safetensors.torch import save_file
 
 import dmx
+from dmx.errors import ModelError
 from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
 from experiments.reporting.pages import engines
@@ -158,6 +160,69 @@ def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serve_check", str(folder), "--python", "nowhere/python"])
     assert serve_check.main() == 2
     assert re.search("nowhere/python does not exist: `make engine-env`", capsys.readouterr().err)
+
+
+ASKED_WRONG = {
+    "config.json: give folders": ["{place}/none"],
+    "config.json is damaged": ["{place}/damaged"],
+    "none/x has no config.json": ["{folder}", "--baseline", "{place}/none/x"],
+    "--rows 0 must be at least 1": ["{folder}", "--rows", "0"],
+    "--window 1 must be at least 2": ["{folder}", "--window", "1"],
+    "--new 1 must be at least 2": ["{folder}", "--speed", "--new", "1"],
+    "--options 5 is no JSON object": ["{folder}", "--options", "5"],
+    "--text .*none cannot be read": ["{folder}", "--text", "{place}/none"],
+    "--text needs a tokenizer": ["{folder}", "--text", "{folder}/README.md"],
+    "is a folder: name a file": ["{folder}", "--json", "{place}"],
+}
+
+
+@pytest.mark.parametrize("said", ASKED_WRONG)
+def test_what_cannot_be_run_is_refused_before_the_engine_starts(
+    said, folder, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text('{"vocab_size":')
+    given = [a.format(folder=folder, place=tmp_path) for a in ASKED_WRONG[said]]
+    monkeypatch.setattr(sys, "argv", ["serve_check", *given, "--python", sys.executable])
+    monkeypatch.setattr(serve_check, "_run_worker", lambda *given: pytest.fail("it started"))
+    assert serve_check.main() == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_drawn_tokens_are_in_the_vocabulary_of_every_folder(tmp_path):
+    for name, config in {"a": {"vocab_size": 99}, "b": {"text_config": {"vocab_size": 7}}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    asked = serve_check.parse([str(tmp_path / "a")])
+    assert serve_check.tokens_of(asked, [tmp_path / "a", tmp_path / "b"]).max() == 6
+
+
+def test_a_folder_that_cannot_be_compared_leaves_the_others(folder, tmp_path):
+    """The engine read it, dmx does not."""
+    out = tmp_path / "out"
+    layers = {"model.layers.0.mixer": {}}
+    report = {"dtype": "float32", "fused": FUSED, "layers": layers}
+    (tmp_path / "out.json").write_text(json.dumps(report))
+    tensors = {f"model.layers.0.mixer.{k}": torch.zeros(1, 32) for k in "xy"}
+    save_file(tensors | {"log_probabilities": torch.zeros(1, 1)}, out)
+    asked = serve_check.parse([str(folder)])
+    row = serve_check.row_of(asked, folder, [out], torch.zeros(1, 2, dtype=torch.int64))
+    assert re.search("layer model.layers.0.mixer is .* cannot be compared", row["failed"])
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "config.json").write_text('{"model_type": "none"}')
+    row = serve_check.row_of(asked, tmp_path / "plain", [out], torch.zeros(1, 2))
+    assert re.search("plain was not exported by dmx, and transformers cannot", row["failed"])
+
+
+def test_outputs_of_zero_are_equal_and_what_is_not_finite_is_named():
+    zero = torch.zeros(2, 3)
+    assert compare.relative(zero, zero) == 0
+    assert compare.relative(zero + 1, zero + 2) == 0.5
+    rows = {"a": {"error": compare.relative(zero + 1, zero)}}
+    with pytest.raises(ModelError, match="output of a is not finite, or zero in dmx alone"):
+        compare.check_finite(rows)
+    with pytest.raises(ModelError, match="log-probabilities of engine are not finite"):
+        compare.check_finite({}, dmx=zero, engine=zero / 0)
 
 
 def served(**fields):
