@@ -57,6 +57,8 @@ class CompareRun(settings.SearchingRun):
         check_choice(self.safety, settings.SAFETY, "safety")
         settings.check_some("weights", self.weights, WEIGHTS)
         settings.check_each("baselines", self.baselines, settings.BASELINES[:2])
+        if "learned" in self.weights:
+            self.learn.check_formats(self.search.formats_of("weight"))
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds
         )

@@ -48,6 +48,8 @@ class SearchRun(SearchingRun):
         check_choice(self.weights, WEIGHTS, "weights")
         check_choice(self.baseline_weights, BASELINE_WEIGHTS, "baseline_weights")
         check_each("baselines", self.baselines, BASELINES)
+        if self.weights == "learned":
+            self.learn.check_formats(self.search.formats_of("weight"))
         self.plan = SearchPlan(
             self.search,
             self.budget,

@@ -1,14 +1,14 @@
 """How weights learn: settings that check themselves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dmx.errors import DataError, RunError
-from dmx.formats import check_choice
+from dmx.formats import BlockFormat, Format, check_choice
 from dmx.weights.learned_optimizer import STATES, warm_cosine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -97,6 +97,23 @@ class LearnConfig:
                 raise RunError(
                     f"learn.{name}={getattr(self, name)} is for learn.train={other}, and learn.train="
                     f"{self.train}. Leave learn.{name} out, or set learn.train={other}."
+                )
+
+    def check_formats(self, formats: Iterable[Format]) -> None:
+        """Refuse formats that a search may choose and that have nothing to learn, before it runs.
+
+        Args:
+            formats: layers in BF16 stay as they are.
+
+        Raises:
+            RunError: train=scales, and one is no MX format.
+        """
+        for other in formats if self.train == "scales" else ():
+            if isinstance(other, BlockFormat) and not other.is_mx:
+                raise RunError(
+                    f"learn.train=scales, and the search may choose {other}: only MX formats have a power of two "
+                    "for each block to choose. Set learn.train=weights, or search.family and search.fixed of MX "
+                    "formats."
                 )
 
     @property

@@ -3,6 +3,7 @@
 import pytest
 
 from dmx.assignment.assignment import Assignment
+from dmx.weights.learn_config import LearnConfig
 from experiments import compare, evaluate, search
 from tests.forked import Forked
 from tests.settings import TINY, TINY_LAYERS
@@ -14,6 +15,7 @@ LEARNING = [
     "learn.lr=1e-3",
     "training.batches=6",
 ]
+DEFAULT_RATE = f"learn.lr={LearnConfig.lr}"
 
 
 def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_path):
@@ -148,10 +150,23 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
         ("learn.held_batches=6", "learn.held_batches=6 of 6 batches leaves none"),
         ("data.training.name=wikitext3", "data.name='wikitext3' is unknown"),
         ("weights=[learnt]", "learned"),
+        (
+            ("learn.train=scales", DEFAULT_RATE, "search.family=[nvfp4,fp8]"),
+            "learn.train=scales, and the search may choose nvfp4: only MX formats",
+        ),
+        (
+            ("learn.train=scales", DEFAULT_RATE, "+search.fixed={*.o_proj: fp8}"),
+            "learn.train=scales, and the search may choose fp8: only MX formats",
+        ),
     ],
 )
 def test_what_cannot_learn_is_refused_before_anything_is_searched(bad, says, run, tmp_path):
-    arguments = ["searches=[fisher]", "budgets=[4.7]", "weights=[learned]", bad]
+    arguments = [
+        "searches=[fisher]",
+        "budgets=[4.7]",
+        "weights=[learned]",
+        *([bad] if isinstance(bad, str) else bad),
+    ]
     code, _out, err = run(compare, *LEARNING, *arguments, f"run.folder={tmp_path}/run")
     assert code == 2 and says in err.replace("\n", " ")
     assert not list(tmp_path.rglob("*.safetensors")) and not list(tmp_path.rglob("scores"))
