@@ -26,6 +26,7 @@ from dmx.exporting.verify import Verification, check_files, check_loading
 from dmx.exporting.writing import check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.models import ModelConfig, load_model, meta_model
+from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.transforms.stage import Transform, transformed
 
@@ -126,6 +127,7 @@ def check_model(plan: Plan, model: nn.Module, folder: str | Path) -> None:
     plan.assignment.check(model)
     check_biases(plan, model)
     if plan.layout is not None:
+        check_finite_weights(model)
         check_disk_space(Path(folder).parent, plan_tensors(model, plan).parts)
 
 

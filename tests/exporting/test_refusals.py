@@ -127,11 +127,12 @@ def test_in_features_no_multiple_of_32(case):
         export(odd)
 
 
-def test_weights_that_are_not_finite(case):
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj", "lm_head"])
+def test_weights_that_are_not_finite_are_named_quantized_or_not(case, name):
     model, export = case
     with torch.no_grad():
-        model.get_submodule("model.layers.1.mlp.up_proj").weight[3, 3] = torch.inf
-    with pytest.raises(FormatError, match="NaN or Inf"):
+        model.get_submodule(name).weight[3, 3] = torch.inf
+    with pytest.raises(ModelError, match=rf"^{name}.weight\[3, 3\] of \w+ is inf"):
         export()
 
 
