@@ -31,6 +31,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError
 from dmx.formats import BlockFormat
+from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.models.running import evaluating
 from dmx.models.searchable import check_differentiable
@@ -221,6 +222,7 @@ def gptq(
     """
     model = plain_model(model)
     check_differentiable(model)
+    check_finite_weights(model)
     check_damping(damping)
     if assignment.weights is not None:
         raise AssignmentError(

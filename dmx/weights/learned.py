@@ -38,6 +38,7 @@ from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.files import write_text
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
+from dmx.models.finite import check_finite_weights
 from dmx.models.graph import GraphedStep
 from dmx.models.linears import linear_layers, plain_model
 from dmx.models.processes import Processes
@@ -447,6 +448,7 @@ def _check(model: nn.Module, assignment: Assignment) -> None:
             "an assignment is already applied to this model; call dmx.restore(model) first"
         )
     check_searchable(model, allow_unsearched=True)
+    check_finite_weights(model)
     assignment.check(model)
     linears = linear_layers(model)
     for name in assignment.quantized:

@@ -61,6 +61,18 @@ def test_every_search_refuses_a_weight_that_is_not_finite_and_writes_nothing(tin
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("stage", [dmx.gptq, dmx.learn_weights])
+def test_stages_of_weights_name_a_weight_that_is_not_finite_and_write_nothing(
+    tiny, stage, tmp_path
+):
+    model, batches = tiny
+    assignment = dmx.search(model, batches, Budget(5.0), config_of("random")).assignment
+    poison(model, *WEIGHTS[0])
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.down_proj\.weight\[3, 5\]"):
+        stage(model, assignment, batches, folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_search_names_the_layer_whose_output_overflows(tiny, name, tmp_path):
     model, batches = tiny
