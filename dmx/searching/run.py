@@ -1,6 +1,5 @@
 """`search`: one function for every method; checks first, then searches."""
 
-import contextlib
 import json
 import warnings
 from collections.abc import Collection, Iterable, Sequence
@@ -380,11 +379,14 @@ class _Unreached:
         self.layers = unreached_layers(model, batches) if known is None else known
 
     def _known(self) -> list[str] | None:
-        with contextlib.suppress(OSError, ValueError):  # not there or damaged: found again
-            kept = read_json(self.path) if self.path is not None else None
-            if isinstance(kept, dict) and self.of == {key: kept.get(key) for key in self.of}:
-                return [name for name in self.of["layers"] if name in kept.get("unreached", ())]
-        return None
+        if self.path is None:
+            return None
+        try:
+            kept = read_json(self.path)
+        except (OSError, ValueError):  # not there or damaged: found again
+            return None
+        known = kept.pop("unreached", None) if isinstance(kept, dict) else None
+        return known if isinstance(known, list) and kept == self.of else None
 
     def keep(self) -> None:
         """For a search that has ended; one that failed leaves nothing."""

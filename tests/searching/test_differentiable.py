@@ -371,6 +371,17 @@ def test_a_finished_search_is_not_run_again(tiny, tmp_path):
     assert again.assignment == first.assignment and again.history == first.history
 
 
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"unreached": 3}'])
+def test_a_damaged_list_of_unreached_layers_is_found_again(tiny, tmp_path, text):
+    model, batches = tiny
+    first = dmx.search(model, batches, Budget(5.0), search_config(name="random"), folder=tmp_path)
+    whole = (tmp_path / "unreached.json").read_text()
+    (tmp_path / "unreached.json").write_text(text)
+    again = dmx.search(model, batches, Budget(5.0), search_config(name="random"), folder=tmp_path)
+    assert again.assignment == first.assignment
+    assert (tmp_path / "unreached.json").read_text() == whole
+
+
 def test_a_state_of_another_search_is_refused(tiny, tmp_path):
     model, batches = tiny
     config = search_config(steps=3, checkpoint_every=1)
