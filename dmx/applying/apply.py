@@ -14,6 +14,7 @@ from dmx.errors import ModelError
 from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
 from dmx.models.linears import plain_model
+from dmx.models.searchable import check_whole
 from dmx.models.swap import put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.stage import Transform
@@ -69,7 +70,7 @@ def apply(
         The model.
 
     Raises:
-        ModelError: already applied, quantized otherwise, a PEFT model, float64, or neither operand.
+        ModelError: already applied, quantized otherwise, a PEFT model, sharded, float64, or neither operand.
         AssignmentError: the assignment is for another model, its weights are of another model, or
             inputs are quantized to nvfp4 and their range was not measured.
     """
@@ -81,6 +82,7 @@ def apply(
     if not (weights or inputs):
         raise ModelError("weights=False and inputs=False would quantize nothing; set one of them")
     check_searchable(model, allow_unsearched=True)
+    check_whole(model)
     assignment.check(model)
     transform = Transform.of(assignment)
     stored = stored_weights(assignment) if weights else {}

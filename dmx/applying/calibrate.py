@@ -11,6 +11,7 @@ from dmx.data.batches import list_batches
 from dmx.errors import ModelError
 from dmx.models.linears import plain_model
 from dmx.models.ranges import input_amax
+from dmx.models.searchable import check_whole
 from dmx.transforms.stage import Transform, transformed
 
 
@@ -49,6 +50,7 @@ def calibrate_inputs(
         raise ModelError(
             "an assignment is already applied to this model; call dmx.restore(model) first"
         )
+    check_whole(model)
     assignment.check(model)
     formats = assignment.block_formats("input")
     layers = [n for n, f in formats.items() if f.needs_input_amax or (static and not f.is_mx)]

@@ -28,6 +28,7 @@ from dmx.files import write_json, write_text
 from dmx.models import ModelConfig, load_model, meta_model
 from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
+from dmx.models.searchable import check_whole
 from dmx.transforms.stage import Transform, transformed
 
 FACTS_FILE = "dmx_export.json"
@@ -124,6 +125,7 @@ def check_model(plan: Plan, model: nn.Module, folder: str | Path) -> None:
     """
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
+    check_whole(model)
     plan.assignment.check(model)
     check_biases(plan, model)
     if plan.layout is not None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.models.backbone import outermost_lists, text_backbone
+from dmx.models.linears import linear_layers, plain_name
 
 UNSEARCHED_SHARE = 0.01
 """A block may hold this share of its parameters outside nn.Linear (norms hold far less)."""
@@ -64,11 +65,28 @@ def check_differentiable(model: nn.Module) -> None:
                 f"{name} was made in torch.inference_mode(), and no gradient can pass it. Load the model outside of "
                 "it, or copy it there: copy.deepcopy(model)."
             )
-        if hasattr(parameter, "device_mesh") or not parameter.numel():
-            raise ModelError(
-                f"{name} is sharded over processes (FSDP, tensor parallelism). Give the model before it is sharded: "
-                "names are the same, and the assignment fits both."
-            )
+    check_whole(model)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ModelError where this process holds a part of a weight only, as under FSDP and tensor parallelism."""
+    for name, parameter in model.named_parameters():
+        is_piece = hasattr(parameter, "device_mesh") or name.endswith("_flat_param")
+        if is_piece or not parameter.numel():
+            raise _sharded(plain_name(name))
+    for name, linear in linear_layers(model).items():
+        # FSDP1 leaves flat pieces under the old names; packed weights of another quantizer are integers.
+        weight = linear.weight
+        is_whole = weight.shape == (linear.out_features, linear.in_features)
+        if weight.is_floating_point() and not is_whole:
+            raise _sharded(f"{name}.weight")
+
+
+def _sharded(name: str) -> ModelError:
+    return ModelError(
+        f"{name} is sharded over processes (FSDP, tensor parallelism). Give the model before it is sharded: names "
+        "are the same, the assignment fits both, and a model with it applied can be sharded."
+    )
 
 
 def _check_blocks(model: nn.Module, name: str) -> None:

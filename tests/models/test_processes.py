@@ -65,6 +65,76 @@ def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
         assert np.abs(np.diff(one, axis=0)).max() > 0.01  # something moved
 
 
+# What two processes make of a model that is wrapped or sharded; said into the file of its argument.
+WRAPPED = """
+import copy, json, sys, torch, dmx
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from dmx.models import TinyConfig
+from dmx.models.tiny import make_tiny
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+def blocks_and_all(model):
+    for block in model.model.layers:
+        fully_shard(block)
+    return fully_shard(model)
+def flat(model, **named):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **named)
+def named(model):
+    return flat(model, use_orig_params=True)
+plain = make_tiny(TinyConfig())
+batches = list(torch.randint(0, 257, (2, 2, 32), generator=torch.Generator().manual_seed(3)))
+config = dmx.SearchConfig(name="differentiable", steps=3, descent=dmx.searching.config.DescentConfig(raw_start=1.0))
+def search(model):
+    return dmx.search(model, batches, dmx.Budget(5.0), config).assignment
+found = search(plain)
+dist_model = DistributedDataParallel(copy.deepcopy(plain))
+wrapped = search(dist_model)
+learned = dmx.learn_weights(dist_model, wrapped, batches, dmx.LearnConfig(steps=2, warmup=1, lr=1e-3))
+said = {"ddp": [wrapped.formats == found.formats, wrapped.unquantized, sorted(learned.formats)], "names": sorted(found.formats)}
+def logits(model):
+    return model(input_ids=batches[0]).logits.detach()
+expected = logits(dmx.apply(copy.deepcopy(plain), wrapped))
+said["ddp applied"] = torch.equal(logits(dmx.apply(dist_model, wrapped)), expected)
+uses = {
+    "search": search, "apply": lambda m: dmx.apply(m, found), "gptq": lambda m: dmx.gptq(m, found, batches),
+    "learn": lambda m: dmx.learn_weights(m, found, batches),
+    "export": lambda m: dmx.export(m, found, sys.argv[1] + ".x", target="quark", verify=False),
+}
+for shard in (blocks_and_all, flat, named):
+    model = shard(copy.deepcopy(plain))
+    for name, use in uses.items():
+        try:
+            use(model)
+            said[f"{shard.__name__} {name}"] = "not refused"
+        except dmx.errors.ModelError as error:
+            said[f"{shard.__name__} {name}"] = str(error)
+    model = shard(dmx.apply(copy.deepcopy(plain), found))
+    said[f"{shard.__name__} applied before"] = torch.equal(logits(model), expected)
+json.dump(said, open(sys.argv[1] + "." + str(dist.get_rank()), "w"))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_under_ddp_is_searched_by_its_plain_names_and_a_sharded_one_is_refused(tmp_path):
+    started = [Forked("-c", WRAPPED, tmp_path / "said", environment=place) for place in places(2)]
+    for process in started:
+        assert process.wait() == 0, process.outputs()[1][-2000:]
+    for rank in range(2):
+        said = json.loads((tmp_path / f"said.{rank}").read_text())
+        names = said.pop("names")
+        assert said.pop("ddp") == [True, ["lm_head"], names] and said.pop("ddp applied")
+        assert not [name for name in names if "module" in name]
+        for shard in ("blocks_and_all", "flat", "named"):
+            assert said.pop(f"{shard} applied before"), "sharded with the assignment applied"
+        assert len(said) == 15
+        for use, message in said.items():
+            assert "is sharded over processes" in message, (use, message)
+            assert "Give the model before it is sharded" in message
+
+
 def test_one_process_needs_nothing_set_up():
     processes = Processes(torch.device("cpu"))
     batch = torch.arange(8).reshape(4, 2)
