@@ -14,17 +14,22 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dmx.processes import own_rank
+
 
 @contextmanager
 def progress(
     what: str, total: int, *, done: int = 0, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
-    """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar."""
+    """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar; of processes that share
+    a run the main one shows it."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=False) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), disable=quiet or own_rank() > 0, transient=False
+    ) as bar:
         task = bar.add_task(what, total=total, completed=done, note="")
 
         def advance(note: str = "") -> None:

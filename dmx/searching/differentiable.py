@@ -32,8 +32,8 @@ from dmx.kernels.ops import actual_backend
 from dmx.models.checkpointing import checkpointing
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import GraphedStep
-from dmx.models.processes import Processes
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
+from dmx.processes import Processes
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
 from dmx.searching.bank import Bank, searching_model
@@ -407,7 +407,6 @@ class DifferentiableSearch:
         """All steps that are left."""
         self.resume()
         config = self.config
-        quiet = not self.processes.is_main
         with (
             searching_model(
                 self.model,
@@ -419,7 +418,7 @@ class DifferentiableSearch:
             ) as bank,
             checkpointing(self.model, config.descent.gradient_checkpointing, "search.descent"),
             maskless_attention(self.model) if self.uses_graph else nullcontext(),
-            progress("search", config.steps, done=self.step, quiet=quiet) as advance,
+            progress("search", config.steps, done=self.step) as advance,
         ):
             if self.joint is not None:
                 self.joint.attach(self.model)

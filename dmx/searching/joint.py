@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dmx.errors import ModelError, RunError
 from dmx.models.linears import linear_layers
-from dmx.models.processes import Processes
+from dmx.processes import Processes
 from dmx.searching.bank import SearchLinear
 from dmx.searching.config import JointConfig
 from dmx.weights.learned_layers import FlatWeights, shared_weight

@@ -40,8 +40,8 @@ from dmx.files import sha256, write_text
 from dmx.formats import Format
 from dmx.kernels.losses import Divergence
 from dmx.models.finite import not_finite
-from dmx.models.processes import Processes
 from dmx.models.running import model_logits, quick_attention
+from dmx.processes import Processes
 from dmx.progress import Stopwatch, progress
 from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig
@@ -270,9 +270,7 @@ class Polish:
         with (
             searching_model(self.model, self.space, family, rule) as bank,
             quick_attention(self.model, self.batches[0]),
-            progress(
-                "polish", asked * work, done=done * work, quiet=not self.processes.is_main
-            ) as advance,
+            progress("polish", asked * work, done=done * work) as advance,
         ):
             disturbances = Disturbances(
                 self.model, bank, self.space, self.batches[0].to(self.device)

@@ -32,6 +32,7 @@ from dmx.models.linears import FUSED_GROUPS, linear_layers, match_layers, plain_
 from dmx.models.ranges import input_amax
 from dmx.models.running import evaluating, model_logits
 from dmx.models.searchable import check_differentiable
+from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.config import SCANS, SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
@@ -98,8 +99,9 @@ def seeing_inputs(model: nn.Module, space: SearchSpace, batches: Sequence[Tensor
     """
     if not space.needs_input_amax():
         return space
-    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], batches)
-    return replace(space, input_amax=seen)
+    layers = [*space.unit_of("weight"), *space.fixed]
+    processes = Processes(next(model.parameters()).device)
+    return replace(space, input_amax=processes.agree(lambda: input_amax(model, layers, batches)))
 
 
 def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
@@ -154,7 +156,7 @@ def search(
     config.check_batches(len(listed))
     check_finite_weights(model)
     where = None if folder is None else Path(folder)
-    if where is not None:
+    if where is not None and own_rank() == 0:
         # An unwritable folder must show now, not after the first checkpoint's worth of steps.
         write_text(where / ".writable", "").unlink(missing_ok=True)
     found = _Unreached(model, listed, where)
@@ -390,7 +392,7 @@ class _Unreached:
 
     def keep(self) -> None:
         """For a search that has ended; one that failed leaves nothing."""
-        if self.path is not None:
+        if self.path is not None and own_rank() == 0:
             write_json(self.path, {**self.of, "unreached": self.layers})
 
 

@@ -6,7 +6,8 @@
     weight_mse   squared error of the weights, on no batch
 
 The reference is the unquantized model, and a unit's score quantizes its weights and inputs together, or the one
-of them that a unit of separate choices is about. Scores are kept in score files, a file for each format.
+of them that a unit of separate choices is about. Scores are kept in score files, a file for each format. Several
+processes share the rows of each batch; what they saw is added up in the order of their ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from dmx.kernels.losses import Divergence, cross_entropy
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.linears import linear_layers
 from dmx.models.running import model_logits, quick_attention
+from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.searching.bank import Bank, SearchLinear, searching_model
 from dmx.searching.config import SearchConfig
@@ -56,6 +58,7 @@ class Scan:
         self.batches = list(batches)[: config.score_batches]
         self.fingerprint, self.folder = fingerprint, folder
         self.device = next(model.parameters()).device
+        self.processes = Processes(self.device)
 
     def _file(self, kind: str, block_format: Format) -> ScoreFile:
         key: dict[str, Any] = {
@@ -98,21 +101,20 @@ class Scan:
     ) -> np.ndarray:
         formats = [self.space.formats[c] for c in candidates]
         files = [self._file(kind, f) for f in formats]
+        kept = self.processes.agree(lambda: [file.load() for file in files])
+        self._known: dict[str, tuple[np.ndarray, int]] = {
+            f.name: scores for f, scores in zip(formats, kept, strict=True) if scores is not None
+        }
         parts = self._parts(kind)
-        self._memory: dict[str, tuple[np.ndarray, int]] = {}
         missing = [
             (f, file)
             for f, file in zip(formats, files, strict=True)
-            if (kept := file.load()) is None or kept[1] < parts
+            if f.name not in self._known or self._known[f.name][1] < parts
         ]
         if missing:
             scan([f for f, _ in missing], [file for _, file in missing])
-        columns = []
-        for block_format, file in zip(formats, files, strict=True):
-            scores = self._memory.get(block_format.name) or file.load()
-            assert scores is not None and scores[1] == parts
-            columns.append(scores[0])
-        return np.stack(columns, axis=1)
+        assert all(self._known[f.name][1] == parts for f in formats)
+        return np.stack([self._known[f.name][0] for f in formats], axis=1)
 
     def _parts(self, kind: str) -> int:
         """How many parts a scan counts for its resumption."""
@@ -122,8 +124,17 @@ class Scan:
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
             raise self._not_finite(block_format, self.space.units[bad[0]])
-        self._memory[block_format.name] = (values.copy(), done)
-        file.save(values, done)
+        self._known[block_format.name] = (values.copy(), done)
+        if self.processes.is_main:
+            file.save(values, done)
+
+    def _partial(self, formats: Sequence[Format]) -> tuple[np.ndarray, int]:
+        """Sums (U, formats) and the number of parts that all of them hold; zeros when they differ."""
+        kept = [self._known.get(f.name) for f in formats]
+        done = {0 if scores is None else scores[1] for scores in kept}
+        if len(done) != 1 or done == {0}:
+            return np.zeros((len(self.space.units), len(formats))), 0
+        return np.stack([scores[0] for scores in kept if scores is not None], axis=1), done.pop()
 
     def _not_finite(self, block_format: Format, unit: Unit) -> ModelError:
         """The error of a score that is not finite."""
@@ -141,7 +152,7 @@ class Scan:
     @torch.no_grad()
     def _scan_kl(self, formats: list[Format], files: list[ScoreFile]) -> None:
         n_units, n_batches = len(self.space.units), len(self.batches)
-        sums, done = _partial(files, n_units)
+        sums, done = self._partial(formats)
         changes = [(u, f) for u in range(n_units) for f in formats]
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
@@ -152,10 +163,12 @@ class Scan:
                 self.model, bank, self.space, self.batches[0].to(self.device)
             )
             for index in range(done, n_batches):
-                tokens = self.batches[index].to(self.device)
+                batch = self.batches[index]
+                tokens = self.processes.own_rows(batch).to(self.device)
                 reference = disturbances.start(tokens, [None] * n_units, fixed=False)
-                kls = disturbances.kl_sums(changes, Divergence(reference), advance).cpu().numpy()
-                sums += kls.reshape(n_units, -1) / (tokens.numel() * n_batches)
+                own = disturbances.kl_sums(changes, Divergence(reference), advance)
+                kls = self.processes.total(own).cpu().numpy()
+                sums += kls.reshape(n_units, -1) / (batch.numel() * n_batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
 
@@ -163,18 +176,19 @@ class Scan:
 
     def _scan_fisher(self, formats: list[Format], files: list[ScoreFile]) -> None:
         n_units = len(self.space.units)
-        sums, done = _partial(files, n_units)
+        sums, done = self._partial(formats)
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
             progress("fisher scan", len(self.batches), done=done) as advance,
         ):
             for index in range(done, len(self.batches)):
-                tokens = self.batches[index].to(self.device)
+                tokens = self.processes.own_rows(self.batches[index]).to(self.device)
                 totals = torch.zeros(
                     n_units, len(formats), PARTIAL_SUMS, dtype=torch.float32, device=self.device
                 )
                 self._fisher_pass(bank, tokens, formats, totals)
-                sums += totals.double().sum(-1).cpu().numpy() / len(self.batches)
+                scores = self.processes.total(totals.double().sum(-1))
+                sums += scores.cpu().numpy() / len(self.batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
                 advance("")
@@ -248,12 +262,3 @@ def _add_fisher(
                 for t, own, operand in sides
             )
             ops.add_fisher(grad, exact, F.linear(*operands), totals[unit, column])
-
-
-def _partial(files: list[ScoreFile], n_units: int) -> tuple[np.ndarray, int]:
-    """Sums (U, files) and the number of parts that all of the files hold; zeros when they differ."""
-    kept = [file.load() for file in files]
-    done = {0 if scores is None else scores[1] for scores in kept}
-    if len(done) != 1 or done == {0}:
-        return np.zeros((n_units, len(files))), 0
-    return np.stack([scores[0] for scores in kept if scores is not None], axis=1), done.pop()

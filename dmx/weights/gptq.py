@@ -12,7 +12,8 @@ squares fit of X' W^T by X,
 
 Decoder blocks are rounded in their order, each on inputs that come from the rounded blocks before
 it; inside a block, layers in the order in which they run. Layers with one input (q/k/v, gate/up)
-share one Hessian. The inputs are quantized as the assignment says.
+share one Hessian. The inputs are quantized as the assignment says. Several processes share the rows of each batch, and
+so the work of the Hessians; each rounds all weights.
 
 Source: GPTQ, arXiv 2210.17323; the correction for inputs is ours.
 """
@@ -35,6 +36,7 @@ from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.models.running import evaluating
 from dmx.models.searchable import check_differentiable
+from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.state import State, StateFile, code_version
 from dmx.weights.columns import (
@@ -103,8 +105,11 @@ class _Rounding:
         self.traversal, self.assignment, self.states = traversal, assignment, states
         self.formats = assignment.block_formats("weight")
         self.damping, self.correct_inputs = damping, correct_inputs
-        on_gpu = next(traversal.model.parameters()).device.type == "cuda"
-        self.round_columns: RoundColumns = GraphedColumns() if on_gpu else round_columns
+        device = next(traversal.model.parameters()).device
+        self.processes = Processes(device)
+        self.round_columns: RoundColumns = (
+            GraphedColumns() if device.type == "cuda" else round_columns
+        )
         self.done: dict[str, StoredWeight] = {}
 
     def _round(self, part: dict[str, QuantLinear], names: list[str], seen: Recorder) -> None:
@@ -148,9 +153,11 @@ class _Rounding:
         one_by_one: bool,
     ) -> None:
         whole = [Stage(list(part), shares_input=False)]
-        stages = stages_of(part, runs[0]) if one_by_one else whole
+        # The rows of another process may run other experts first.
+        stages = self.processes.agree(lambda: stages_of(part, runs[0])) if one_by_one else whole
         for stage, then in zip_longest(stages, stages[1:]):
             for names, seen in record(part, stage, then, runs, with_cross=self.correct_inputs):
+                seen.share(self.processes)
                 self._round(part, names, seen)
             for name in stage.names:
                 advance(name)
@@ -180,7 +187,8 @@ class _Rounding:
         return self.done
 
     def _save(self, part: int) -> None:
-        self.states.save(part, {name: self.done[name] for name in self.traversal.parts[part]})
+        if self.processes.is_main:
+            self.states.save(part, {name: self.done[name] for name in self.traversal.parts[part]})
 
     def _resume(self) -> int:
         """Take the parts that an earlier start rounded; returns how many."""
@@ -249,7 +257,8 @@ def gptq(
         apply(model, assignment, inputs=inputs, cache_weights=True)
         try:
             _check_no_shared_weights(model)
-            traversal = Traversal(model, listed)
+            processes = Processes(device)
+            traversal = Traversal(model, [processes.own_rows(batch) for batch in listed])
             rounded = _Rounding(traversal, assignment, damping, correct_inputs, state).run()
         finally:
             restore(model)

@@ -41,10 +41,10 @@ from dmx.models.checkpointing import checkpointing
 from dmx.models.finite import check_finite_weights
 from dmx.models.graph import GraphedStep
 from dmx.models.linears import linear_layers, plain_model
-from dmx.models.processes import Processes
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
 from dmx.numerics.mx import INPUT_DTYPES
+from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch, progress
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
@@ -250,12 +250,9 @@ class _Learning:
         measured = measured_batches(self.batches, self.held)
         if self.kl_before is None:
             self.kl_before = self.measure(measured)
-        quiet, look_every = (
-            not self.processes.is_main,
-            1 if self.device.type == "cpu" else LOOK_EVERY,
-        )
+        look_every = 1 if self.device.type == "cpu" else LOOK_EVERY
         with (
-            progress("learn", config.steps, done=self.step, quiet=quiet) as advance,
+            progress("learn", config.steps, done=self.step) as advance,
             _deferred_interrupts() as interrupts,
         ):
             if self.step < config.steps:
@@ -335,7 +332,7 @@ def learn_weights(
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
-    if path is not None:
+    if path is not None and own_rank() == 0:
         # An unwritable folder must show now, not at the first checkpoint.
         write_text(path.parent / ".writable", "").unlink(missing_ok=True)
     file = StateFile(

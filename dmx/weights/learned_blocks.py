@@ -27,8 +27,8 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order
 from dmx.errors import ModelError, RunError
 from dmx.kernels.losses import kl_loss
-from dmx.models.processes import Processes
 from dmx.models.replay import PrefixReplay
+from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
@@ -144,7 +144,7 @@ class BlockLearning:
             full = self.traversal.first_inputs(lambda x: x.to(place))
         found, rounded = list(full), full[self.n_used :]
         n, steps = len(self.traversal.blocks), self.config.block_steps
-        with progress("learn blocks", n * steps, quiet=not self.processes.is_main) as advance:
+        with progress("learn blocks", n * steps) as advance:
             for block in range(n):
                 if block not in self.parts:
                     full, found, rounded = (

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from dmx.kernels import ops
-from dmx.models.processes import Processes
 from dmx.numerics.moments import Moments, Moments8, StepNumbers, step_keys
+from dmx.processes import Processes
 
 CHUNK = 1 << 26
 """Elements that are updated together by the fused kernel."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmx.applying.linear import QuantLinear
 from dmx.formats import BlockFormat
+from dmx.processes import Processes
 
 
 class Stop(Exception):
@@ -43,6 +44,12 @@ class Recorder:
         """Of the quantizer that it stands in for."""
         assert self.quantizer is not None
         return self.quantizer.block_format
+
+    def share(self, processes: Processes) -> None:
+        """Take the means of what all processes recorded: rounding asks for the directions of these sums, not their size."""
+        self.hessian = processes.mean(self.hessian)
+        if self.cross is not None:
+            self.cross = processes.mean(self.cross)
 
     def __call__(self, x: Tensor) -> Tensor:
         seen = x if self.quantizer is None else self.quantizer(x)

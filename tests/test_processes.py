@@ -1,4 +1,4 @@
-"""Two processes with the global batch of one give the history of one."""
+"""Two processes with the global batch of one give what one gives: histories, scores, choices and rounded weights."""
 
 import json
 import sys
@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dmx.errors import DataError
-from dmx.models.processes import Processes
+from dmx.processes import Processes
 from tests.forked import Forked, places
 
 # The search of the test, run by every process; histories go into the folder of its argument.
@@ -27,6 +28,11 @@ for objective in ("cross_entropy", "kl"):
     )
     folder = sys.argv[1] + "/" + objective
     dmx.search(model, batches, dmx.Budget(5.0), config, folder=folder)
+for name in ("kl_per_bit", "fisher"):
+    found = dmx.search(
+        model, batches, dmx.Budget(5.0), dmx.SearchConfig(name=name), folder=sys.argv[1] + "/" + name
+    )
+dmx.gptq(model, found.assignment, batches, folder=sys.argv[1])
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -63,6 +69,21 @@ def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
             assert b.pop("kl") == pytest.approx(a.pop("kl"), rel=1e-3)
             assert a == b
         assert np.abs(np.diff(one, axis=0)).max() > 0.01  # something moved
+    for name in ("kl_per_bit", "fisher"):
+        one, two = (sorted((tmp_path / n / name / "scores").glob("*.json")) for n in ("one", "two"))
+        assert [path.name for path in one] == [path.name for path in two] and len(one) == 2
+        for a, b in zip(one, two, strict=True):
+            values = [json.loads(path.read_text())["result"]["values"] for path in (a, b)]
+            np.testing.assert_allclose(values[1], values[0], rtol=1e-4)
+            assert min(values[0]) > 0
+    states = [sorted((tmp_path / n / "gptq_state").iterdir()) for n in ("one", "two")]
+    for a, b in zip(*states, strict=True):
+        one, two = load_file(a), load_file(b)
+        assert list(one) == list(two)
+        # A sum that rounds otherwise may move a weight that lies between two values, and all that make
+        # good its error then.
+        differ = sum(int((one[k] != two[k]).sum()) for k in one)
+        assert differ <= 0.02 * sum(tensor.numel() for tensor in one.values())
 
 
 # What two processes make of a model that is wrapped or sharded; said into the file of its argument.

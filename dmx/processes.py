@@ -1,0 +1,123 @@
+"""The processes that share one run, through accelerate; one process needs nothing set up.
+
+Who am I, how many are we, what do all of us say: only this module asks. Each process takes its rows of every global
+batch, so that how many there are changes how sums round and nothing else. What follows from files is decided by
+the main process, which alone writes them (`agree`).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dmx.errors import DataError
+
+_T = TypeVar("_T")
+
+
+def own_rank() -> int:
+    """Of this process, before anything is set up, too; 0 where it runs alone."""
+    if _is_set_up():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0")) if started_together() > 1 else 0
+
+
+def _is_set_up() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def started_together() -> int:
+    """How many processes a launcher (accelerate, torchrun) has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Processes:
+    """rank and size, and what all processes give together: these methods are called by all of them, in one order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size = 0, 1
+        self.own_device = device
+        """This process's GPU of those of its host, where `device` names none."""
+        if _is_set_up() or started_together() > 1:
+            from accelerate import PartialState
+
+            state = PartialState(cpu=device.type == "cpu")
+            self.rank, self.size = state.process_index, state.num_processes
+            self.own_device = state.device
+
+    @classmethod
+    def alone(cls) -> "Processes":
+        """One process by itself, whatever a launcher has started beside it."""
+        processes = cls.__new__(cls)
+        processes.rank, processes.size, processes.own_device = 0, 1, torch.device("cpu")
+        return processes
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the files."""
+        return self.rank == 0
+
+    # --- what is whose -------------------------------------------------------------------------
+
+    def own_rows(self, batch: Tensor) -> Tensor:
+        """This process's rows of a global batch (batch, length).
+
+        Raises:
+            DataError: the rows cannot be shared out evenly, which would bias the mean.
+        """
+        if batch.shape[0] % self.size:
+            raise DataError(
+                f"batches of {batch.shape[0]} rows cannot be shared by {self.size} processes: choose a batch "
+                "size that they divide (calibration.batch_size, training.batch_size), or another number of them"
+            )
+        return batch.chunk(self.size)[self.rank]
+
+    def own_part(self, items: Sequence[_T]) -> Sequence[_T]:
+        """This process's part of work that is counted one by one: every `size`-th item."""
+        return items[self.rank :: self.size]
+
+    # --- what all say --------------------------------------------------------------------------
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Mean over processes, equal in all of them; the value itself for one process."""
+        if self.size == 1:
+            return value
+        from accelerate.utils import reduce
+
+        averaged: Tensor = reduce(value.clone(), reduction="mean")
+        return averaged
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sum over processes in the order of their ranks; for what is small, as all values exist at once."""
+        if self.size == 1:
+            return value
+        from accelerate.utils import gather
+
+        first, *others = gather(value[None].contiguous())
+        for other in others:
+            first = first + other
+        return first
+
+    def agree(self, make: Callable[[], _T]) -> _T:
+        """What `make` gives, or raises, in the main process, which alone calls it; must be picklable."""
+        if self.size == 1:
+            return make()
+        from accelerate.utils import broadcast_object_list
+
+        said: list[object] = [None, None]
+        if self.is_main:
+            try:
+                said[0] = make()
+            except Exception as error:
+                said[1] = error
+        broadcast_object_list(said)
+        if isinstance(said[1], Exception):
+            raise said[1]
+        return said[0]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """After the last of what all do together."""
+        if self.size > 1 and _is_set_up():
+            torch.distributed.destroy_process_group()
