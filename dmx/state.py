@@ -4,6 +4,7 @@ may be stopped.
     Cache        one JSON file for each key, under the key's hash, with a checksum inside
     StateFile    one safetensors file of the run that it belongs to, with a fingerprint and a checksum inside
     code_version the hash of the code that decides a result, for the keys of both
+    cache_folder where what all runs of a user share is kept: built kernels, ids of long texts
 
 A file that is damaged is an error that names it, never a result; one of another key is never found, one of
 another run is refused. Files are whole or absent (`dmx.files`).
@@ -12,6 +13,7 @@ another run is refused. Files are whole or absent (`dmx.files`).
 import ast
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +32,11 @@ STATE_SCHEMA = "dmx.state/1"
 _PACKAGE = Path(__file__).resolve().parent
 _OTHER_SOURCES = (".cpp", ".cu", ".h")
 """Sources that a module builds and runs; they lie beside it."""
+
+
+def cache_folder() -> Path:
+    """DMX_CACHE, else ~/.cache/dmx."""
+    return Path(os.environ.get("DMX_CACHE") or Path.home() / ".cache" / "dmx")
 
 
 # ---------------------------------------------------------------- what code a result depends on

@@ -34,8 +34,8 @@ RANKS = {
     "dmx.__main__": 11,
     "dmx.tiny_models": 11,
 }
-ALONE = {"dmx.models", "dmx.data", "dmx.hub"}
-"""Models and data import nothing from the path from formats to exporting."""
+ALONE = {"dmx.models", "dmx.data", "dmx.hub", "dmx.state"}
+"""Models and data, and what they take of the ground, import nothing from the path from formats to exporting."""
 
 
 def modules(package):

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from dmx.data.config import DataConfig
+from dmx.data.kept import is_kept, kept, text_sha256
 from dmx.data.overlap import Overlap, shared_sequences
 from dmx.data.sources import LOADERS
 from dmx.errors import DataError
+from dmx.state import State, code_version
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def load_text(config: DataConfig) -> Text:
 
 def check_overlap(evaluation: Text, training: Text) -> Overlap:
     """What an evaluation text shares with a text for learning, with a warning where that is anything."""
-    found = shared_sequences(evaluation.text, training.text)
+    found = _overlap(evaluation.text, training.text)
     if found.sequences:
         warnings.warn(
             f"the evaluation text ({evaluation.name}) shares {found.sequences:,} of its {found.total:,} "
@@ -60,3 +62,17 @@ def check_overlap(evaluation: Text, training: Text) -> Overlap:
             stacklevel=1,
         )
     return found
+
+
+def _overlap(evaluation: str, training: str) -> Overlap:
+    """As `shared_sequences`; of long texts what an earlier process found."""
+    if not is_kept(evaluation, training):
+        return shared_sequences(evaluation, training)
+    key = {
+        "overlap": code_version(shared_sequences.__module__),
+        "evaluation": text_sha256(evaluation),
+        "training": text_sha256(training),
+    }
+    return Overlap(
+        **kept(key, lambda: State(facts=asdict(shared_sequences(evaluation, training)))).facts
+    )

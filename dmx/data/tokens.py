@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dmx.data.config import BOS
+from dmx.data.kept import kept_ids
 from dmx.data.texts import Text
 from dmx.errors import DataError
 
@@ -73,6 +74,8 @@ def _before_a_text(tokenizer: Any) -> tuple[int, ...]:
 def encode(tokenizer: Any, text: Text | str, bos: str = "auto") -> Tokens:
     """Token ids of a text, without special tokens; those that its windows start with are kept beside them.
 
+    Ids of a long text are kept on disk for the next process (`dmx.data.kept`).
+
     Args:
         tokenizer: a transformers tokenizer.
         text: any length; the "longer than the model" warning is not for windows, so it is off.
@@ -82,8 +85,13 @@ def encode(tokenizer: Any, text: Text | str, bos: str = "auto") -> Tokens:
         (tokens,) int64.
     """
     string = text.text if isinstance(text, Text) else text
-    ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
-    return starting_with(torch.tensor(ids, dtype=torch.int64), window_start(tokenizer, bos))
+
+    def made() -> Tensor:
+        ids = tokenizer(string, add_special_tokens=False, verbose=False)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
+
+    start = window_start(tokenizer, bos)  # before all else: what is refused is refused at once
+    return starting_with(kept_ids(tokenizer, string, made), start)
 
 
 def text_tokens(tokens: Tensor, window: int) -> int:

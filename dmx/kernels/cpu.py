@@ -26,6 +26,7 @@ from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
 from dmx.numerics.scaled import amax_scales
+from dmx.state import cache_folder
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 # Contraction into fused multiply-adds would change bits. Nobody looks at floating-point exceptions, and
@@ -95,7 +96,7 @@ def _build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     key = "\0".join([SOURCE.read_text(), version, *command, _processor()])
     name = hashlib.sha256(key.encode()).hexdigest()[:20]
-    folder = Path(os.environ.get("DMX_CACHE") or Path.home() / ".cache" / "dmx")
+    folder = cache_folder()
     library = folder / f"cpu-{name}.so"
     if library.exists():
         return library
