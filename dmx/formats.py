@@ -25,7 +25,9 @@ Operand = Literal["weight", "input"]
 """One side of a linear layer's product."""
 OPERANDS: tuple[Operand, ...] = get_args(Operand)
 
-ScaleRule = Literal["floor", "ceil", "even", "rceil", "mse", "amax/6", "4over6", "amax/448"]
+ScaleRule = Literal[
+    "floor", "ceil", "even", "rceil", "mse", "amax/6", "4over6", "amax/448", "amax/448_float32"
+]
 """How the scale follows from a block; see `dmx.numerics.scaling` and `dmx.numerics.scaled`. A format has
 some of them: `BlockFormat.rules`."""
 ALL_RULES: tuple[ScaleRule, ...] = get_args(ScaleRule)
@@ -34,9 +36,13 @@ SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil")
 WEIGHT_RULES: tuple[ScaleRule, ...] = (*SCALE_RULES, "mse")
 """Those of the MX formats."""
 RULE_OPERANDS: dict[ScaleRule, tuple[Operand, ...]] = {
-    rule: ("weight",) if rule in ("mse", "4over6") else OPERANDS for rule in ALL_RULES
+    **dict.fromkeys(ALL_RULES, OPERANDS),
+    "mse": ("weight",),
+    "4over6": ("weight",),
+    "amax/448_float32": ("input",),
 }
-"""The operands that a rule is for; one that looks at more than amax is for weights alone."""
+"""The operands that a rule is for: one that looks at more than amax is for weights alone, and so are scales with more
+digits than loaders keep of a file for inputs alone."""
 
 BitUnit = Literal["element_bits", "bits_per_element"]
 """element_bits: nominal 4/6/8. bits_per_element: scales included, equals exported bytes."""
@@ -153,6 +159,8 @@ class ScaleFormat:
     bits: int
     rules: tuple[ScaleRule, ...]
     """How it may follow from a block; the first one where nothing is said."""
+    input_rule: ScaleRule | None = None
+    """Of inputs where nothing is said, if that is another one."""
     bias: int = 0
     """Of powers of two: code of the scale 1, the scale is `2**(code - bias)`."""
     nan_code: int = 0
@@ -175,7 +183,9 @@ E8M0 = ScaleFormat("e8m0", 8, WEIGHT_RULES, bias=127, nan_code=255)
 E4M3_OF_TENSOR = ScaleFormat(
     "e4m3", 8, ("amax/6", "4over6", "mse"), nan_code=E4M3.nan_code, element=E4M3, global_bits=32
 )
-FLOAT32 = ScaleFormat("float32", 32, ("amax/448",))
+FLOAT32 = ScaleFormat(
+    "float32", 32, ("amax/448", "amax/448_float32"), input_rule="amax/448_float32"
+)
 
 
 @dataclass(frozen=True)
@@ -193,8 +203,13 @@ class BlockFormat:
 
     @property
     def rules(self) -> tuple[ScaleRule, ...]:
-        """Scale rules that there are for it, the usual one first."""
+        """Scale rules that there are for it, the usual one of weights first."""
         return self.scale.rules
+
+    def usual_rule(self, operand: Operand) -> ScaleRule:
+        """The scale rule of an operand where nothing is said."""
+        own = self.scale.input_rule if operand == "input" else None
+        return own or self.rules[0]
 
     @property
     def is_mx(self) -> bool:
@@ -458,7 +473,7 @@ def check_rule(
 def scale_rule_of(
     block_format: BlockFormat, asked: ScaleRule | None, setting: str = "scale_rule"
 ) -> ScaleRule:
-    """The rule that is asked for, the format's usual one for None.
+    """The rule that is asked for, the format's usual one of weights for None.
 
     Raises:
         FormatError: the format does not have it; says which it has.

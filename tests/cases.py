@@ -41,7 +41,7 @@ LINES: tuple[tuple[Family, tuple[ScaleRule, ...]], ...] = (
 )
 """Families with the rules of their formats, for the straight line: each format and rule on either side."""
 MIXED_LINES: tuple[tuple[Family, tuple[ScaleRule | None, ...]], ...] = (
-    (Family("e", (NVFP4, FP8)), ("amax/6", "amax/448")),
+    (Family("e", (NVFP4, FP8)), ("amax/6", "amax/448_float32")),
     (Family("f", (MXFP4, NVFP4)), ("mse", "4over6")),
     (Family("g", (MXFP4, FP8, BF16)), ("even", "amax/448", None)),
     (

@@ -68,7 +68,7 @@ def fake_quant(
     Args:
         x: fp32, bf16 or fp16; any shape with at least one axis, also empty or non-contiguous.
         axis: blocks run along it, of 32 values in MX formats; a short last block stands as it is.
-        scale_rule: None = the usual one of the format: floor, amax/6 (nvfp4), amax/448 (fp8).
+        scale_rule: None = the usual one of the format for weights: floor, amax/6 (nvfp4), amax/448 (fp8).
         amax: of nvfp4 the largest magnitude of the tensor that its global scale is made for, of fp8 of each
             row; None = that of x.
         out: receives the result; has x's shape and dtype, may be x, not under grad.

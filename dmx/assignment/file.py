@@ -130,7 +130,7 @@ def used_rules(
             known = {f.name: stated for f in used if stated in f.rules}
         else:
             known = dict(stated.get(operand, {}))
-        rules[operand] = {f.name: known.get(f.name, f.rules[0]) for f in used}
+        rules[operand] = {f.name: known.get(f.name, f.usual_rule(operand)) for f in used}
         for f in used:
             check_rule(rules[operand][f.name], operand, f"scale_rules.{operand}.{f}", f)
     return rules

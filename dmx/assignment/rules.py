@@ -27,8 +27,8 @@ def rule_of(
         stated: rules of some formats, or one rule for all that have it.
     """
     if isinstance(stated, str):
-        return stated if stated in block_format.rules else block_format.rules[0]
-    return stated.get(operand, {}).get(block_format.name, block_format.rules[0])
+        return stated if stated in block_format.rules else block_format.usual_rule(operand)
+    return stated.get(operand, {}).get(block_format.name, block_format.usual_rule(operand))
 
 
 def rules_of(
@@ -48,7 +48,8 @@ class ScaleRulesConfig:
     weight: str | dict[str, str] = "floor"
     """floor | ceil | even | rceil | mse, of nvfp4 amax/6 | 4over6 | mse, or for example {mxfp4: even}"""
     input: str | dict[str, str] = "floor"
-    """floor | ceil | even | rceil, of nvfp4 amax/6, likewise: what the target's runtime computes"""
+    """floor | ceil | even | rceil, of nvfp4 amax/6, of fp8 amax/448_float32 | amax/448, likewise: what the target's
+    runtime computes"""
 
     def __post_init__(self) -> None:
         self.by_format()
@@ -68,7 +69,7 @@ class ScaleRulesConfig:
                     f"{where}={stated!r} must be a rule or a dict of format -> rule: {where}=even, "
                     f"'{where}={{mxfp4: even}}'"
                 )
-            rules[operand] = {f.name: f.rules[0] for f in BLOCK_FORMATS.values()}
+            rules[operand] = {f.name: f.usual_rule(operand) for f in BLOCK_FORMATS.values()}
             if is_one:
                 check_rule(stated, operand, where)
                 rules[operand] |= {

@@ -185,7 +185,9 @@ def _input_rule(layers: Layers) -> str:
             "(compressed-tensors' own rule; `even` for MXFP4)"
         )
     if FP8 in inputs:
-        rules.append("FP8: amax / 448 of each token, with quotients in the dtype of the input")
+        rules.append(
+            "FP8: amax / 448 of each token; in transformers scales and quotients have the dtype of the input"
+        )
     if NVFP4 in inputs:
         rules.append(
             "NVFP4: amax / 6 of each 16, under the global scale of the file; the quotient is rounded to the "

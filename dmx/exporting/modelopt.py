@@ -28,7 +28,7 @@ from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
 from dmx.exporting.packing import as_float8, code_bits
 from dmx.formats import E4M3_OF_TENSOR, FP8, NVFP4, BlockFormat, ScaleRule
-from dmx.numerics.scaled import inverse_global_scale
+from dmx.numerics.scaled import amax_scales, inverse_global_scale
 
 PRODUCER = {"name": "dmx", "version": "0.1"}
 CONFIG_FILE = "hf_quant_config.json"
@@ -80,9 +80,9 @@ def _input_tensors(layer: LayerPlan) -> dict[str, Tensor]:
         return {}
     assert layer.input_amax is not None
     if layer.input is FP8:
-        # As inputs are quantized here: amax / 448 rounded to bf16.
-        scale = (torch.tensor(layer.input_amax) / FP8.element.max_normal).bfloat16().float()
-        return {_INPUT_SCALE: scale}
+        assert layer.input_rule is not None
+        scales = amax_scales(torch.tensor(layer.input_amax), FP8, layer.input_rule, None)
+        return {_INPUT_SCALE: scales.scale}
     assert E4M3_OF_TENSOR.element is not None
     inverse = inverse_global_scale(layer.input_amax, NVFP4.element, E4M3_OF_TENSOR.element)
     return {_INPUT_SCALE: inverse.reciprocal()}

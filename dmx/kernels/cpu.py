@@ -25,7 +25,7 @@ from dmx.kernels.buffers import rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
-from dmx.numerics.scaled import amax_scales
+from dmx.numerics.scaled import AMAX_RULES, amax_scales
 from dmx.state import cache_folder
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -318,10 +318,12 @@ def continuous_fake_quant_backward(
 
 def has_scaled(scale_rule: ScaleRule) -> bool:
     """Whether the kernels of formats other than MX know a rule: one that looks at amax alone."""
-    return scale_rule in ("amax/6", "amax/448")
+    return scale_rule in AMAX_RULES
 
 
-def _scales(last: Tensor, block_format: BlockFormat, amax: Tensor | float | None) -> Tensor:
+def _scales(
+    last: Tensor, block_format: BlockFormat, scale_rule: ScaleRule, amax: Tensor | float | None
+) -> Tensor:
     """Scale of each block along the last axis, NaN of NaN blocks; (..., blocks) float32."""
     rows, n, _ = rows_of(last)
     largest = torch.zeros((*last.shape[:-1], block_format.blocks(n) if n else 0))
@@ -335,13 +337,15 @@ def _scales(last: Tensor, block_format: BlockFormat, amax: Tensor | float | None
         _threads(last),
     )
     finite = largest.isfinite()
-    scales = amax_scales(torch.where(finite, largest, 0.0), block_format, amax).scale
+    clean = torch.where(finite, largest, 0.0)
+    scales = amax_scales(clean, block_format, scale_rule, amax).scale
     return torch.where(finite, scales, torch.nan).contiguous()
 
 
 def _scaled(
     last: Tensor,
     block_format: BlockFormat,
+    scale_rule: ScaleRule,
     amax: Tensor | float | None,
     *,
     out: Tensor | None,
@@ -349,7 +353,7 @@ def _scaled(
     inside: Tensor | None,
 ) -> None:
     rows, n, _ = rows_of(last)
-    scales = _scales(last, block_format, amax)
+    scales = _scales(last, block_format, scale_rule, amax)
     load_library().dmx_scaled(
         _DTYPE_CODES[last.dtype],
         last.data_ptr(),
@@ -367,6 +371,7 @@ def scaled_fake_quant(
     x: Tensor,
     block_format: BlockFormat,
     axis: int,
+    scale_rule: ScaleRule,
     amax: Tensor | float | None,
     out: Tensor | None,
 ) -> Tensor:
@@ -375,7 +380,7 @@ def scaled_fake_quant(
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
     target = out if direct and out is not None else torch.empty_like(last)
-    _scaled(last, block_format, amax, out=target, wide=None, inside=None)
+    _scaled(last, block_format, scale_rule, amax, out=target, wide=None, inside=None)
     if direct:
         return target
     result = target.movedim(-1, axis)
@@ -383,13 +388,13 @@ def scaled_fake_quant(
 
 
 def wide_values(
-    x: Tensor, block_format: BlockFormat, amax: Tensor | float | None
+    x: Tensor, block_format: BlockFormat, scale_rule: ScaleRule, amax: Tensor | float | None
 ) -> tuple[Tensor, Tensor]:
     """`dmx.numerics.mx.wide_values` of formats other than MX along the last axis, likewise."""
     last = x.contiguous()
     wide = torch.empty(last.shape, dtype=torch.float32)
     inside = torch.empty(last.shape, dtype=torch.bool)
-    _scaled(last, block_format, amax, out=None, wide=wide, inside=inside)
+    _scaled(last, block_format, scale_rule, amax, out=None, wide=wide, inside=inside)
     return wide, inside
 
 

@@ -201,7 +201,7 @@ def fake_quant(
     check_out(x, out)
     backend = backend_of(x, block_format, rule)
     if backend == "cpp" and not block_format.is_mx:
-        return cpu.scaled_fake_quant(x, block_format, axis, amax, out)
+        return cpu.scaled_fake_quant(x, block_format, axis, rule, amax, out)
     if backend == "cpp":
         return cpu.fake_quant(x, block_format, axis, rule, out)
     if backend == "triton" and not block_format.is_mx:
@@ -311,7 +311,7 @@ def _wide_values(
 ) -> tuple[Tensor, Tensor]:
     """Values of one side of a line and whether each is inside; see `dmx.numerics.mx.wide_values`."""
     if not block_format.is_mx and backend_of(x, block_format, scale_rule) == "cpp":
-        return cpu.wide_values(x, block_format, amax)
+        return cpu.wide_values(x, block_format, scale_rule, amax)
     return wide_values(x, axis, block_format, scale_rule, amax)
 
 

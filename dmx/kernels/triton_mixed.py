@@ -101,7 +101,7 @@ def _side(magnitude, p_ptr, inv_global, of_row, BLOCKS: tl.constexpr):
             stored = nvfp4_stored(magnitude, amax, inv_global, rule, BLOCKS * 2)
             scale = tl.where(amax_bits < INFINITY, divided(stored, inv_global), float("nan"))
         elif kind == AT_FP8:
-            of_token = row_scale(finite_or_zero(of_row))
+            of_token = row_scale(finite_or_zero(of_row), rule)
             scale += tl.where(of_row < INFINITY, of_token, float("nan"))
         else:
             scale = _mx_scale(magnitude, amax_bits, rule, emin, emax, mantissa, max_normal, BLOCKS)

@@ -10,7 +10,7 @@ Quotients of blocks are rounded as IEEE says (`div_rn`), which would take half t
 each element. There a product with the inverse of the scale is corrected once by its remainder, with fused
 multiply-adds: not always the nearest float32, but on the same side of every midpoint between two elements, which is
 what decides. That was tried out for all 2**23 mantissas of a scale, the midpoints of E2M1 and the two floats
-around them on either side; scales of E4M3 elements have 8 bits, for which it follows from their length.
+around them on either side; likewise, with three floats on either side, for those of E4M3.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,9 @@ CODE_SHIFT = tl.constexpr(23 - E4M3.mantissa_bits)
 CODE_BIAS = tl.constexpr((FP32_BIAS - E4M3.bias) << E4M3.mantissa_bits)
 """What the codes of E4M3 lack to be the upper bits of float32."""
 GLOBAL_TOP = tl.constexpr(E2M1.max_normal * E4M3.max_normal)
-BY_AMAX, MSE = (tl.constexpr(ALL_RULES.index(rule)) for rule in ("amax/6", "mse"))
+BY_AMAX, MSE, ALL_DIGITS = (
+    tl.constexpr(ALL_RULES.index(rule)) for rule in ("amax/6", "mse", "amax/448_float32")
+)
 SMALL, LIFT = tl.constexpr(2.0**-60), tl.constexpr(2.0**64)
 LEAST, LEAST_SCALE = tl.constexpr(LEAST_AMAX), tl.constexpr(LEAST_ROW_SCALE)
 FIRST_CODE, N_CODES = tl.constexpr(MSE_CODES[0]), tl.constexpr(len(MSE_CODES))
@@ -148,12 +150,14 @@ def nvfp4_stored(magnitude, amax, inv_global, rule, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def row_scale(amax):
-    """Scales of rows of fp8: amax / 448 rounded to bfloat16, as float32."""
-    bits = divided(amax, FP8_TOP).to(tl.int32, bitcast=True)
-    bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
-    scale = tl.maximum(bits.to(tl.float32, bitcast=True), LEAST_SCALE)
-    return tl.where(amax > 0, scale, 0.0)
+def row_scale(amax, rule):
+    """Scales of rows of fp8 by a rule, an index in ALL_RULES: amax / 448, which one of them rounds to bfloat16."""
+    scale = divided(amax, FP8_TOP)
+    if rule != ALL_DIGITS:
+        bits = scale.to(tl.int32, bitcast=True)
+        bits = (bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000
+        scale = bits.to(tl.float32, bitcast=True)
+    return tl.where(amax > 0, tl.maximum(scale, LEAST_SCALE), 0.0)
 
 
 @triton.jit
@@ -262,6 +266,7 @@ def _fp8_kernel(
     rows,
     n,
     IS_GIVEN: tl.constexpr,
+    RULE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -277,14 +282,22 @@ def _fp8_kernel(
         amax = tl.load(amax_ptr + row, mask=row < rows, other=0.0)
     else:
         amax = finite_or_zero(amax_bits)
-    scale = tl.where(amax_bits < INFINITY, row_scale(amax), float("nan"))
+    scale = tl.where(amax_bits < INFINITY, row_scale(amax, RULE), float("nan"))
     value, _inside = quantized(magnitude, scale[:, None], FP8_EMIN, FP8_M, FP8_TOP)
     y = signed(value, bits)
     tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _fp8_long_kernel(x_ptr, out_ptr, amax_ptr, n, IS_GIVEN: tl.constexpr, COLUMNS: tl.constexpr):
+def _fp8_long_kernel(
+    x_ptr,
+    out_ptr,
+    amax_ptr,
+    n,
+    IS_GIVEN: tl.constexpr,
+    RULE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """A row a program, read twice."""
     row = tl.program_id(0).to(tl.int64)
     amax_bits = row_amax(x_ptr, row, n, COLUMNS) + tl.zeros((1,), tl.int32)
@@ -292,7 +305,7 @@ def _fp8_long_kernel(x_ptr, out_ptr, amax_ptr, n, IS_GIVEN: tl.constexpr, COLUMN
         amax = tl.load(amax_ptr + row) + tl.zeros((1,), tl.float32)
     else:
         amax = finite_or_zero(amax_bits)
-    scale = tl.where(amax_bits < INFINITY, row_scale(amax), float("nan"))
+    scale = tl.where(amax_bits < INFINITY, row_scale(amax, RULE), float("nan"))
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         x = tl.load(x_ptr + row * n + column, mask=column < n, other=0.0)
@@ -366,7 +379,7 @@ def warps_for(elements: int) -> int:
     return min(max(elements // (32 * ELEMENTS_A_THREAD), 1), 16)
 
 
-def _launch_fp8(x: Tensor, out: Tensor, amax: Tensor | float | None) -> None:
+def _launch_fp8(x: Tensor, out: Tensor, scale_rule: ScaleRule, amax: Tensor | float | None) -> None:
     rows, n, _ = rows_of(x)
     given = x
     if isinstance(amax, Tensor):
@@ -382,6 +395,7 @@ def _launch_fp8(x: Tensor, out: Tensor, amax: Tensor | float | None) -> None:
             given,
             n,
             IS_GIVEN=amax is not None,
+            RULE=ALL_RULES.index(scale_rule),
             COLUMNS=ROW_TILE,
             num_warps=warps_for(ROW_TILE),
             enable_fp_fusion=False,
@@ -395,6 +409,7 @@ def _launch_fp8(x: Tensor, out: Tensor, amax: Tensor | float | None) -> None:
         rows,
         n,
         IS_GIVEN=amax is not None,
+        RULE=ALL_RULES.index(scale_rule),
         ROWS=together,
         COLUMNS=columns,
         num_warps=warps_for(together * columns),
@@ -416,7 +431,7 @@ def fake_quant_to(
             if block_format.block_size:
                 _launch_nvfp4(x, out, scale_rule, amax)
             else:
-                _launch_fp8(x, out, amax)
+                _launch_fp8(x, out, scale_rule, amax)
     return out
 
 

@@ -3,7 +3,7 @@
     nvfp4   G = 6 * 448 / amax(tensor)          inverse global scale, float32
             s = E4M3(amax(block) / 6 * G)       nearest even; at least 2**-9 where the block is not zero
             value = E2M1(x / (s / G)) * (s / G)
-    fp8     s = bf16(amax(row) / 448)           kept as float32
+    fp8     s = amax(row) / 448                 float32; of weights rounded to bf16
             value = E4M3(x / s) * s
 
 Each operation is one of float32. In both the scale of a zero block is 0, and values beyond the largest one
@@ -19,12 +19,19 @@ Scale rules of nvfp4, the last two for weights, which are quantized once:
     mse       of the E4M3 numbers from two below to five above that of amax/6 the one with the least squared
               error, ties to the larger
 
+Scale rules of fp8, whose scale follows from amax alone:
+
+    amax/448           with the digits of bf16: what is left of a weight's scale in loaders that hold it in the
+                       dtype of the model, whatever the file says; the usual one of weights
+    amax/448_float32   with all digits, as runtimes scale the inputs that they quantize token by token; of inputs
+                       alone, and their usual one
+
 Errors are summed in the order that `dmx.numerics.scaling` says, in units of 2**floor(log2 amax(block)).
 
 Peers. compressed-tensors 0.20 has these scales bit for bit for float32 tensors; for bf16 ones it rounds
 amax(block) / 6 to bf16 before it multiplies by G, which is not followed. A scale that rounds to 0 is 0.125 there, 2**-9
-here. Its fp8 scale has the dtype of the tensor, and transformers holds it in bf16 whatever the file says: that is
-followed for all dtypes, so that loaded weights are the same. ModelOpt keeps 1/G and multiplies by it, which
+here. Its fp8 scale has the dtype of the tensor, and transformers holds it in bf16 whatever the file says: amax/448
+follows that for all dtypes, so that loaded weights are the same. vLLM's is amax/448_float32. ModelOpt keeps 1/G and multiplies by it, which
 differs in the last bit of float32.
 
 Source: NVFP4 and FP8 dynamic as in compressed-tensors 0.20, `quantization/utils/helpers.py`; Four Over Six,
@@ -48,6 +55,8 @@ from dmx.numerics.scaling import sum_by_pairs
 
 LEAST_AMAX = 2.0**-100
 """Of a tensor, for its global scale."""
+AMAX_RULES: tuple[ScaleRule, ...] = ("amax/6", "amax/448", "amax/448_float32")
+"""Those that look at amax alone."""
 LEAST_ROW_SCALE = 2.0**-126
 """Of a row that is not zero: the least normal float32."""
 MSE_CODES = (5, 4, 3, 2, 1, 0, -1, -2)
@@ -78,23 +87,28 @@ def block_scales(
             nvfp4, of each row, shape (...), for fp8.
     """
     of_block = blocks.abs().amax(-1)
-    usual = amax_scales(of_block, block_format, amax)
-    if scale_rule == block_format.rules[0]:
-        return usual
+    if scale_rule in AMAX_RULES:
+        return amax_scales(of_block, block_format, scale_rule, amax)
+    usual = amax_scales(of_block, block_format, block_format.rules[0], amax)
     return _by_error(blocks, of_block, block_format, scale_rule, usual)
 
 
 def amax_scales(
-    of_block: Tensor, block_format: BlockFormat, amax: Tensor | float | None
+    of_block: Tensor,
+    block_format: BlockFormat,
+    scale_rule: ScaleRule,
+    amax: Tensor | float | None,
 ) -> BlockScales:
-    """Scales by the rules that look at amax alone, amax/6 and amax/448.
+    """Scales by the rules that look at amax alone.
 
     Args:
         of_block: (...) float32, finite, largest magnitude of each block. amax: as of `block_scales`.
+        scale_rule: one of AMAX_RULES that the format has.
     """
     element, of_scale = block_format.element, block_format.scale.element
     if of_scale is None:
-        return _row_scales(of_block if amax is None else _like(of_block, amax), element)
+        of_row = of_block if amax is None else _like(of_block, amax)
+        return _row_scales(of_row, element, scale_rule)
     if amax is None:
         amax = of_block.amax() if of_block.numel() else 0.0
     inv_global = inverse_global_scale(amax, element, of_scale).to(of_block.device)
@@ -121,8 +135,10 @@ def _divided(x: Tensor, by: float) -> Tensor:
     return x / torch.full_like(x, by)
 
 
-def _row_scales(amax: Tensor, element: ElementFormat) -> BlockScales:
-    scale = _divided(amax, element.max_normal).to(torch.bfloat16).float()
+def _row_scales(amax: Tensor, element: ElementFormat, scale_rule: ScaleRule) -> BlockScales:
+    scale = _divided(amax, element.max_normal)
+    if scale_rule != "amax/448_float32":
+        scale = scale.to(torch.bfloat16).float()
     scale = torch.where(amax > 0, scale.clamp(min=LEAST_ROW_SCALE), 0.0)
     return BlockScales(scale, scale, None)
 

@@ -82,7 +82,7 @@ def scale_rules_text(rules: ScaleRules) -> str:
     """
     sides = {}
     for operand, stated in rules.items():
-        usual = {f: BLOCK_FORMATS[f].rules[0] for f in stated}
+        usual = {f: BLOCK_FORMATS[f].usual_rule(operand) for f in stated}
         by_format = {f: "floor" if rule == usual[f] else rule for f, rule in stated.items()}
         unusual = {f: rule for f, rule in sorted(by_format.items()) if rule != "floor"}
         alike = set(by_format.values())

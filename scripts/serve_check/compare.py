@@ -28,7 +28,7 @@ from dmx.exporting.loading import is_exported, load_exported
 from dmx.formats import FP8, BlockFormat
 
 LEFT_ALONE = "left alone"
-FP8_WIDE = "fp8 amax/448, scales in float32"
+FP8_INVERSE = "fp8 amax/448_float32, by a product with the inverse"
 RULES = ("floor", "even", "rceil")
 """Of inputs, that engines are known to take; the first is the specification's."""
 InputQuantizer = Callable[[Tensor], Tensor]
@@ -84,7 +84,9 @@ def candidates(layer: nn.Module, asked: InputQuantizer | None) -> dict[str, Inpu
     if asked is not None:
         found[_name(of_input, getattr(asked, "scale_rule", None))] = asked
     if FP8 in (of_input, weight):
-        found[FP8_WIDE] = fp8_by_float32_scales
+        rule = FP8.usual_rule("input")
+        found.setdefault(_name(FP8, rule), BlockQuantizer(FP8, rule))
+        found[FP8_INVERSE] = fp8_by_inverse
     for block_format in dict.fromkeys((of_input, weight)):
         if isinstance(block_format, BlockFormat) and block_format.is_mx:
             for rule in RULES:
@@ -93,9 +95,9 @@ def candidates(layer: nn.Module, asked: InputQuantizer | None) -> dict[str, Inpu
     return found
 
 
-def fp8_by_float32_scales(x: Tensor) -> Tensor:
-    """FP8 a token as vLLM has it, in its order of operations; the scales of `fp8` in dmx have no more digits than
-    bf16."""
+def fp8_by_inverse(x: Tensor) -> Tensor:
+    """FP8 a token as vLLM's plain code has it, which the CPU runs: another value than dmx's, and its CUDA kernel's, where a
+    quotient lies on a midpoint."""
     scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
     codes = (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scale).to(x.dtype)

@@ -82,6 +82,21 @@ def test_scales_by_hand():
     third = torch.tensor(1 / 448).bfloat16().float().item()
     assert rows.scale_codes.tolist() == [[1.0], [0.0], [third]]
     assert rows.codes[0].tolist() == [E4M3.max_code, 0x38, 0x80]
+    rows = numerics.quantize(wide, "fp8", scale_rule="amax/448_float32")
+    assert rows.scale_codes.tolist() == [[1.0], [0.0], [torch.tensor(1 / 448).item()]]
+
+
+def test_fp8_inputs_have_scales_of_all_digits_and_weights_those_of_bf16(generator):
+    """Every row's largest value is kept to a digit of float32 as an input, to one of bf16 as a weight."""
+    x = torch.randn(64, 96, generator=generator)
+    amax = x.abs().amax(-1)
+    for operand, digits in (("input", 24), ("weight", 8)):
+        rule = FP8.usual_rule(operand)
+        largest = numerics.fake_quant(x, FP8, scale_rule=rule).abs().amax(-1)
+        off = ((largest - amax) / amax).abs().max()
+        assert 2.0 ** -(digits + 2) < off <= 2.0 ** -(digits - 1) or (
+            operand == "input" and off == 0
+        )
 
 
 @pytest.mark.parametrize(("block_format", "rule"), SCALED)

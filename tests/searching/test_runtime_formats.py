@@ -219,12 +219,15 @@ def test_rules_belong_to_formats(tiny_random, batches):
     rules = ScaleRulesConfig(weight="mse", input={"mxfp4": "even"}).by_format()
     assert rules["weight"]["nvfp4"] == rules["weight"]["mxfp4"] == "mse"
     assert rules["weight"]["fp8"] == "amax/448" and rules["input"]["nvfp4"] == "amax/6"
+    assert rules["input"]["fp8"] == "amax/448_float32"
     with pytest.raises(
         FormatError, match=r"weight\.nvfp4='even' is not allowed.*amax/6, 4over6, mse"
     ):
         ScaleRulesConfig(weight={"nvfp4": "even"})
     with pytest.raises(FormatError, match=r"input='4over6' is not allowed"):
         ScaleRulesConfig(input="4over6")
+    with pytest.raises(FormatError, match=r"weight='amax/448_float32' is not allowed"):
+        ScaleRulesConfig(weight="amax/448_float32")
     with pytest.raises(
         FormatError, match=r"scale_rules\.weight=even is a rule of none .*nvfp4: amax/6"
     ):
@@ -242,6 +245,7 @@ def test_rules_belong_to_formats(tiny_random, batches):
     text = "weight: nvfp4 4over6; input: floor"
     assert scale_rules_text(found.scale_rules) == text
     assert scale_rules_text({"weight": {"nvfp4": "amax/6", "fp8": "amax/448"}}) == "floor"
+    assert scale_rules_text({"input": {"fp8": "amax/448_float32"}}) == "floor"
     method = method_of(found, quantized="W+A")
     assert method.family == "nvfp4 fp8 bf16" and method.scale_rules == text
 
