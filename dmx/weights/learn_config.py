@@ -145,14 +145,17 @@ class LearnConfig:
         """Learning rate of a step, 0 to steps - 1."""
         return warm_cosine(step, self.steps, self.peak_rate, self.warmup)
 
+    def held_of(self, batches: int) -> int:
+        """How many of so many batches are not learned from."""
+        return min(4, batches // 8) if self.held_batches is None else self.held_batches
+
     def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Batches to learn from, and those to measure on.
 
         Raises:
             DataError: none would be left to learn from.
         """
-        held = self.held_batches
-        held = min(4, len(batches) // 8) if held is None else held
+        held = self.held_of(len(batches))
         if held >= len(batches):
             raise DataError(
                 f"learn.held_batches={held} of {len(batches)} batches leaves none to learn from. "

@@ -19,19 +19,20 @@ from dmx.errors import DmxError
 from dmx.formats import get_family
 
 from .groups import Group, group_rows
-from .record import Limit, Method, Record, Row
+from .record import USUAL_FAMILY, Limit, Method, Record, Row
+from .stages import usual_drawn, with_stage
 from .stored import flatten
 
-USUAL = Method(quantized="W+A", units="layer")
+USUAL = Method(quantized="W+A", family=USUAL_FAMILY, units="layer")
 """Of the fields that a table's title names, what goes without saying."""
-FINEST = ("scale_rules", "transform", "weights")
+FINEST = ("family", "scale_rules", "transform", "weights", "stage")
 """Of these fields, tables that differ in nothing else stand beside each other."""
-_SHARED = ("family", "weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
+_SHARED = ("weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
 """Settings that heuristics have too; the others, but for the polish, belong to dMX alone."""
 DESCENT = "descent."
 """What names of a descent's settings are shown without: nothing else has such names."""
 _NEVER = (
-    "name", "seed", "units", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
+    "name", "seed", "family", "units", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
     "descent.path",
     "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
     "descent.checkpoint_every",
@@ -63,8 +64,9 @@ class Table:
         """The table of a method's rows."""
         named = method.titles()
         shared = method.without(*(f.name for f in fields(method) if f.name not in named))
-        # Uniform formats and bf16 have no units: they stand with what is usual.
-        return cls(model, text, replace(shared, units=shared.units or USUAL.units))
+        # Uniform formats and bf16 have no units and no family: they stand with what is usual.
+        units, family = shared.units or USUAL.units, shared.family or USUAL.family
+        return cls(model, text, replace(shared, units=units, family=family))
 
     @property
     def title(self) -> str:
@@ -166,16 +168,16 @@ def pooled(records: Sequence[Record], presets: Presets) -> dict[Table, list[Grou
     Raises:
         DmxError: records of one model and text are not measured alike.
     """
-    base = base_settings(records, presets)
+    base, usual_text = base_settings(records, presets), usual_drawn(records)
     rows: dict[Table, list[Row]] = {}
-    conditions: dict[tuple[str, str], dict[str, Any]] = {}
+    known: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
         place = model_name(record), text_name(record)
         ours = _conditions(record)
-        if ours != (usual := conditions.setdefault(place, ours)):
+        if ours != (usual := known.setdefault(place, ours)):
             raise DmxError(
                 f"Records of {', '.join(place)} are not measured alike: {usual} and {ours}. Keep one "
-                "kind in docs/results/records."
+                "kind in docs/results/records; another model has another model.id."
             )
         settings = search_settings(record)
         for row in record.rows:
@@ -184,7 +186,8 @@ def pooled(records: Sequence[Record], presets: Presets) -> dict[Table, list[Grou
             method = row.method
             if method.is_searched:
                 method = replace(method, settings=variant(settings, base, method, presets))
-            rows.setdefault(Table.of(*place, method), []).append(replace(row, method=method))
+            told = with_stage(replace(row, method=method), record, usual_text)
+            rows.setdefault(Table.of(*place, told.method), []).append(told)
     return {table: group_rows(_once(of)) for table, of in rows.items()}
 
 
@@ -194,8 +197,11 @@ def _conditions(record: Record) -> dict[str, Any]:
     drawn = (
         (calibration.name, calibration.batches, calibration.batch_shape) if calibration else None
     )
+    model = record.model
     return {
-        "dtype": record.model.dtype,
+        "dtype": model.dtype,
+        "model": model.revision
+        or model.note,  # weights made here have no revision; their note says how
         "windows": (evaluation.windows, evaluation.window),
         "text": evaluation.sha256,
         "calibration": drawn,

@@ -68,7 +68,8 @@ def dimension(
 
     Args:
         default: what goes without saying in a label.
-        label: text of any other value in a label, after `join`; None = labels do not say it.
+        label: text of any other value in a label, after `join` ("" = goes without saying, too); None = labels
+            do not say it.
         title: text of a value in a table's title, where it is ("" = goes without saying there);
             rows of one table are then alike in it, and their short labels leave it out. None = a
             property of single rows.
@@ -84,6 +85,21 @@ def _transform_text(name: str) -> str:
 
 _DMX = {"differentiable": "dMX", "joint": "dMX joint"}
 """Searches by gradient -> what a label calls them."""
+
+
+USUAL_FAMILY = "mxfp6_mxfp4"
+"""Candidate formats that go without saying."""
+
+
+def _family_text(name: str | None) -> str:
+    """`family 4/8` of the bits of a known family, which its name has from the largest down; else its formats."""
+    if name in (None, USUAL_FAMILY):
+        return ""
+    assert name is not None
+    formats = (
+        name.split() if " " in name else [p.removeprefix("mxfp") for p in name.split("_")][::-1]
+    )
+    return f"family {'/'.join(formats)}"
 
 
 def _weights_text(name: str) -> str:
@@ -112,12 +128,14 @@ class Method(Stored):
     """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
     """What became of the weights after the choice: nearest | mse | gptq | learned | learned_scales"""
+    stage: str = dimension("", label=str, join=", ", title=str)
+    """What that stage did otherwise than usual (`stages.stage_text`)."""
     net: bool = dimension(False, label=lambda _: "net")
     """mor's safety net was around the quantizers."""
     quantized: str | None = dimension(None, title=lambda sides: sides or "")
     """W+A | W; None for bf16."""
-    family: str | None = dimension(None)
-    """Candidate formats of every unit; None where nothing was searched."""
+    family: str | None = dimension(None, label=_family_text, join=", ", title=_family_text)
+    """Candidate formats of every unit, by the family's name or one by one; None where nothing was searched."""
     path: str = dimension("element", label=_path_text, join=", ", compared=False)
     """How a descent's continuous quantizer moved between formats: element | line, of weights and inputs as
     `line, element` where they differ; element also where nothing descended."""
@@ -168,8 +186,8 @@ class Method(Stored):
         text = self.base
         for f in dataclasses.fields(self):
             value, say = getattr(self, f.name), f.metadata["label"]
-            if say is not None and value != f.default and is_shown(f):
-                text += f"{f.metadata['join']}{say(value)}"
+            if say is not None and value != f.default and is_shown(f) and (said := say(value)):
+                text += f"{f.metadata['join']}{said}"
         return text
 
     @property

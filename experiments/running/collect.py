@@ -9,6 +9,7 @@ from pathlib import Path
 from dmx.errors import RunError
 
 from ..reporting.record import Record, Row
+from ..reporting.stages import usual_drawn, with_stage
 from .folder import ERROR_FILE
 from .run import Run
 
@@ -31,7 +32,7 @@ def collect_runs(source: Path, run: Run) -> None:
             f"collect={source} holds no finished run (record.json). Name a sweep's folder."
         )
     check_comparable(records)
-    first = next(iter(records.values()))
+    first, usual = next(iter(records.values())), usual_drawn(records.values())
     seen: set[tuple[object, ...]] = set()
     for folder, record in records.items():
         name = str(folder.relative_to(source)).replace("/", "-") if folder != source else "run"
@@ -40,7 +41,8 @@ def collect_runs(source: Path, run: Run) -> None:
             if not row.method.is_searched and key in seen:
                 continue
             seen.add(key)
-            run.rows.append(_adopted(row, folder, run.folder, name))
+            told = with_stage(row, record, usual)
+            run.rows.append(_adopted(told, folder, run.folder, name))
     for folder in folders:
         if folder not in records:
             error = json.loads((folder / ERROR_FILE).read_text())

@@ -20,6 +20,7 @@ from mor.training import TrainResult
 
 from ..reporting.projections import format_counts
 from ..reporting.record import Limit, Method, Row, TaskResult, TrainingRow
+from ..reporting.stages import stage_text
 from ..reporting.training_logs import fallback_digits, loss_curve
 
 _FULL_BITS = 16.0
@@ -53,6 +54,7 @@ def method_of(
         polish=bool(search.polish_rounds),
         transform=str((assignment.transform or {}).get("name", "none")),
         weights=stage,
+        stage=stage_text(assignment.weights),
         net=net,
         quantized=quantized,
         family=family_name(family) if is_searched and family else None,

@@ -33,7 +33,7 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert code == 0, err
     record = record_of(tmp_path / "run")
     rows = record.rows
-    ends = ["", " + mse", " + learned weights"]
+    ends = ["", " + mse", " + learned weights, 4 steps, lr 0.001, warm-up 1, held batches 1"]
     assert [r.label for r in rows[:6]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
     assert len(rows) == 12 and all(len({r.nll for r in rows[i : i + 3]}) == 3 for i in (0, 3, 6, 9))
     assert len({r.method.kind for r in rows}) == 3, "compared with equal weights alone"
@@ -67,8 +67,8 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert code == 0, err
     again = record_of(tmp_path / "again").rows
     assert [r.label for r in again] == [
-        "fisher + learned weights",
-        "fisher + learned weights + net",
+        f"fisher{ends[-1]}",
+        f"fisher{ends[-1]} + net",
     ]
     assert again[0].nll == learned[0].nll
 
@@ -95,7 +95,7 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     assert code == 0, err
     assert "assignment.learned.json" in out
     record = record_of(tmp_path / "whole")
-    ends = ["", " + learned weights"]
+    ends = ["", " + learned weights, 40 steps, lr 0.001, warm-up 1"]
     assert [r.label for r in record.rows] == [f"{n}{e}" for n in ("kl", "fisher") for e in ends]
     text = record.data["training"]
     assert (text.name, text.source, text.batch_shape) == ("files", "files: more.txt", (3, 16))

@@ -88,7 +88,9 @@ def test_a_title_names_what_the_rows_of_a_table_have_in_common():
     assert DMX.titles() == {
         "transform": "transform none",
         "weights": "weights nearest",
+        "stage": "",
         "quantized": "W+A",
+        "family": "",
         "units": "",
         "choices": "",
         "input_format": "",

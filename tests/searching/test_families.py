@@ -314,13 +314,15 @@ def test_commands_take_lists_and_rows_say_them(run, record_of, tmp_path):
     record = record_of(folder)
     searched = {row.method.base: row.method for row in record.rows if row.method.is_searched}
     assert {m.family for m in searched.values()} == {"mxfp4 mxfp6_e3m2"}
-    assert searched["dMX"].label == "dMX, straight line" and searched["fisher"].label == "fisher"
+    named = "family mxfp4/mxfp6_e3m2"
+    assert searched["dMX"].label == f"dMX, {named}, straight line"
+    assert searched["fisher"].label == f"fisher, {named}"
     assert search_settings(record)["family"] == "mxfp4 mxfp6_e3m2"
     with (folder / "results.csv").open() as f:
         table = list(csv.DictReader(f))
     assert {row["family"] for row in table} == {"mxfp4 mxfp6_e3m2"}
     assert {row["path"] for row in table} == {"element", "line"}
-    assert "dMX, straight line" in (folder / "report.html").read_text()
+    assert f"dMX, {named}, straight line" in (folder / "report.html").read_text()
 
 
 def test_a_command_takes_a_list_with_a_name_as_that_name(run, record_of, tmp_path):

@@ -526,6 +526,7 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
 
 
 ROUNDING = [*TINY_LAYERS, "gptq.batches=2"]
+GPTQ = " + gptq, 2 batches"
 
 
 @pytest.fixture
@@ -547,7 +548,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     )
     assert code == 0, err
     rows = rows_of(tmp_path / "run")
-    ends = ["", " + net", " + gptq", " + gptq + net"]
+    ends = ["", " + net", GPTQ, f"{GPTQ} + net"]
     assert [r.label for r in rows] == [f"{n}{end}" for n in ("fisher", "dMX") for end in ends]
     kinds = [(weights, net) for weights in ("nearest", "gptq") for net in (False, True)]
     assert [(r.method.weights, r.method.net) for r in rows] == kinds * 2
@@ -565,7 +566,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     )
     assert code == 0, err
     again = rows_of(tmp_path / "again")
-    assert [r.label for r in again] == ["fisher", "fisher + gptq"]
+    assert [r.label for r in again] == ["fisher", f"fisher{GPTQ}"]
     assert [r.nll for r in again] == [rows[0].nll, rows[2].nll]
     code, _out, err = run(
         compare,
@@ -577,7 +578,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
         f"run.folder={tmp_path}/alone",
     )
     assert code == 0, err
-    assert [r.label for r in rows_of(tmp_path / "alone")] == ["fisher + gptq"]
+    assert [r.label for r in rows_of(tmp_path / "alone")] == [f"fisher{GPTQ}"]
     for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0"):
         code, _out, err = run(
             compare, *ROUNDING, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad"
@@ -599,7 +600,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     code, _out, err = run(search, *COMMAND, f"run.folder={tmp_path}/whole")
     assert code == 0, err
     rows = rows_of(tmp_path / "whole")
-    assert [r.label for r in rows] == ["fisher", "fisher + gptq"]
+    assert [r.label for r in rows] == ["fisher", f"fisher{GPTQ}"]
     folder = tmp_path / "stopped"
     process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")
     process.kill_once(lambda: list(folder.glob("*/gptq_state/*.safetensors")))

@@ -19,12 +19,13 @@ from ..pooling import (
     text_name,
     unquantized,
 )
-from ..record import Limit, Method, Record
+from ..record import USUAL_FAMILY, Limit, Method, Record
+from ..stages import LEARNED
 from .cells import best_heuristic, mean_perplexity, references, runs_text
 
 
 def main_tables(tables: Tables) -> dict[Table, Sequence[Group]]:
-    """Of the main model and text, what is unusual in scale rules, transform and weights alone."""
+    """Of the main model and text, what is unusual in family, scale rules, transform and weights alone."""
     place = main_place(tables)
     return {
         table: groups
@@ -63,11 +64,12 @@ def overview(tables: Tables) -> list[str]:
 
 README_LIMITS = (4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
-_DMX = Method(search="differentiable", quantized="W+A", units="layer")
+_DMX = Method(search="differentiable", quantized="W+A", family=USUAL_FAMILY, units="layer")
 _LEARNED = Method(
     search="joint",
     weights="learned",
     quantized="W+A",
+    family=USUAL_FAMILY,
     units="layer",
     path="line",
     scale_rules="mxfp4 even",
@@ -77,7 +79,7 @@ README_METHODS = (
     replace(_DMX, weights="gptq"),
     replace(_DMX, transform="hadamard_block", weights="gptq"),
     _LEARNED,
-    replace(_LEARNED, transform="hadamard_block"),
+    replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
 )
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
@@ -111,24 +113,14 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             lines.append((name, {x: mean_perplexity(g) for x, g in best.items() if g}))
         of = {x: every.get((Limit(x, "element_bits"), method.label)) for x in README_LIMITS}
         lines.append((method.label, {x: mean_perplexity(g) for x, g in of.items() if g}))
-    steps = {
-        str(row.weights["steps"])
-        + (f" with {method.transform.replace('_', ' ')}" if method.transform != "none" else "")
-        for method in README_METHODS
-        if method.weights == "learned"
-        for x in README_LIMITS
-        if (group := every.get((Limit(x, "element_bits"), method.label)))
-        for row in group.rows
-        if row.weights
-    }
     columns = sorted({x for _, values in lines for x in values})
     rows = [[name, *(_cell(values.get(x)) for x in columns)] for name, values in lines if values]
     note = (
         f"Perplexity of {place[0]} on {place[1]} by bits an element, scales not counted, of weights and "
         "inputs; lower is better. The heuristic is the best of those that were run at each budget."
     )
-    if steps:
-        note += f" Steps in which weights learned: {', '.join(sorted(steps))}."
+    if any(name == _LEARNED.label and values for name, values in lines):
+        note += f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said."
     text = next(r.data["evaluation"] for r in records if (model_name(r), text_name(r)) == place)
     if uniform is not None and (other := uniform.data["evaluation"]).sha256 != text.sha256:
         own = next(mean_perplexity(g) for g in flat if g.method.is_unquantized)

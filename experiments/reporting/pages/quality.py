@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..differences import common, paired_difference
-from ..groups import Group, bits_unit, budget_cell
+from ..groups import INPUTS_NOTE, Group, bits_unit, budget_cell
 from ..markdown import markdown
 from ..plots.budgets import BudgetPoint, difference_figure
 from ..pooling import (
@@ -309,6 +309,9 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
     asked = ", ".join(f"{key.removeprefix(DESCENT)}={base[key]}" for key in _STATED)
     units = sorted({row.budget.unit for r in records for row in r.rows if row.budget})
     made_by = [_MADE_BY] if any(r.model.id.startswith(_MADE_BY_MODEL) for r in records) else []
+    inputs = (
+        [INPUTS_NOTE] if any(row.method.input_format for r in records for row in r.rows) else []
+    )
     shared = ""
     if _overlap(records):
         shared = " Several runs shared a card, so seconds of a search are upper bounds."
@@ -321,7 +324,7 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
         "- A heuristic has the transform and weights of the dMX beside it; with a learned rotation it is given the one that dMX learned.",
         "- The best heuristic of a cell is the one with the lowest mean perplexity on that text itself.",
         *made_by,
-        *(f"- {line}" for line in (*models, *data, *_learning(records))),
+        *(f"- {line}" for line in (*inputs, *models, *data, *_learning(records))),
         f"- Device: {', '.join(devices)}; torch {', '.join(versions)}; "
         f"{max(r.finished for r in records)[:10]}.{shared}",
         "- ± after a perplexity: standard deviation over seeds, each the mean of its runs (a search on a card is not the "
@@ -331,7 +334,7 @@ def conditions(records: Sequence[Record], presets: Presets) -> list[str]:
 
 
 def _learning(records: Sequence[Record]) -> list[str]:
-    """How weights learned, by setting: a row's steps are no part of what methods are told apart by."""
+    """How weights learned, by setting, also where it goes without saying."""
     known: dict[str, list[str]] = {}
     for record in records:
         drawn = record.data.get("training") or record.data.get("calibration")

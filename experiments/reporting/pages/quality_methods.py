@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from dmx.formats import get_family
+
 from ..groups import Group, budget_cell
 from ..markdown import markdown
 from ..pooling import Tables, by_text, ordered, unquantized
 from ..projections import PROJECTIONS
+from ..record import USUAL_FAMILY
 from .cells import by_budget, perplexity_text, references
 
 
@@ -20,7 +23,8 @@ def methods_page(tables: Tables, test: Tables) -> str:
         "# quality: every method",
         "",
         "Appendix of [quality](quality.md), which says how it was measured. Perplexity ± standard deviation over "
-        "seeds, runs in brackets; below, which layers have more than MXFP4.",
+        "seeds, runs in brackets; below, which layers have more than the cheapest format of their family, MXFP4 where "
+        "nothing else is said.",
     ]
     for table, groups in ordered(test):
         line = references([*groups, *unquantized(tables, table.model, table.text)])
@@ -33,7 +37,7 @@ def methods_page(tables: Tables, test: Tables) -> str:
         ]
     for of, name in by_text(test):
         if part := kept_high(of):
-            lines += ["", f"## Layers above MXFP4, %: {name}", "", *part]
+            lines += ["", f"## Layers above the cheapest format, %: {name}", "", *part]
     return "\n".join(lines) + "\n"
 
 
@@ -51,7 +55,7 @@ def method_table(groups: Sequence[Group]) -> list[str]:
 
 
 def kept_high(tables: Tables) -> list[str]:
-    """Of one model: share of layers above MXFP4 by projection; mean over runs."""
+    """Of one model: share of layers above the cheapest format by projection; mean over runs."""
     rows = []
     counted = [
         projection
@@ -72,9 +76,15 @@ def kept_high(tables: Tables) -> list[str]:
             counts = [row.format_counts for row in group.rows if row.format_counts]
             if group.budget is None or not group.method.is_searched or not counts:
                 continue
+            family = group.method.family or USUAL_FAMILY
+            cheapest = get_family(family.split() if " " in family else family).formats[0].name
             for side in sides:
                 shares = [
-                    [_share_high(of) for c in counts if (of := c.get(side, c["weight"]).get(p))]
+                    [
+                        _share_above(cheapest, of)
+                        for c in counts
+                        if (of := c.get(side, c["weight"]).get(p))
+                    ]
                     for p in projections
                 ]
                 if any(min(of, default=1) < 1 for of in shares):  # else nothing was chosen
@@ -92,6 +102,6 @@ def kept_high(tables: Tables) -> list[str]:
     return [*markdown(head, rows), "", note] if rows else []
 
 
-def _share_high(formats: Mapping[str, int]) -> float:
+def _share_above(cheapest: str, formats: Mapping[str, int]) -> float:
     total = sum(formats.values())
-    return 1 - formats.get("mxfp4", 0) / total if total else 0.0
+    return 1 - formats.get(cheapest, 0) / total if total else 0.0
