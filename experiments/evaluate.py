@@ -33,7 +33,7 @@ class EvaluateRun:
     model: ModelConfig
     data: DataPair
     calibration: settings.CalibrationConfig
-    """Only for the safety net."""
+    """Only for the safety net, and for inputs in nvfp4."""
     evaluation: settings.EvaluationConfig
     eval: settings.EvalConfig
     assignments: list[str]
@@ -78,7 +78,9 @@ def main(cfg: DictConfig) -> None:
     )
     meta = meta_model(config.model)
     given = [source.on(meta) if source.uniform is None else None for source in sources]
-    sees_inputs = any(map(Source.needs_calibration, sources, given))
+    sees_inputs = config.evaluation.sees_inputs and any(
+        map(Source.needs_calibration, sources, given)
+    )
     calibration = config.calibration if config.safety != "off" or sees_inputs else None
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load

@@ -2,6 +2,7 @@
 
     python -m experiments.export assignment=outputs/run/assignment.json target=quark
     python -m experiments.export assignment=a.json target=compressed_tensors inputs=true windows=8
+    python -m experiments.export assignment=fp8 target=modelopt_checkpoint inputs=true static_inputs=true
 
 Leaves `model` (or `folder`) for the runtime, and config.yaml, record.json and report.html.
 """
@@ -19,7 +20,7 @@ from .running.composing import build_root
 from .running.exports import Export, export_verdict
 from .running.guard import entry_point
 from .running.run import Run
-from .running.settings import ConfigError, RunConfig
+from .running.settings import CalibrationConfig, ConfigError, RunConfig
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,11 @@ class ExportRun:
     """Of compressed_tensors: vllm | transformers; null = the strictest that holds the formats."""
     inputs: bool
     """Have the runtime quantize inputs, too."""
+    static_inputs: bool
+    """Measure scales of inputs on data.calibration and keep them in the files: of fp8 one a layer instead of one
+    a token, of nvfp4 the global one."""
+    calibration: CalibrationConfig
+    """Only for static_inputs."""
     folder: str | None
     """Receives the files; must not exist. null = `model` in the run's folder."""
     verify: bool
@@ -63,9 +69,14 @@ class ExportRun:
             raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
         if self.windows and not self.verify:
             raise ConfigError(f"windows={self.windows} needs verify=true")
+        if self.static_inputs and not self.inputs:
+            raise ConfigError(
+                f"static_inputs=true with inputs=false: the files of target={self.target} would hold scales of "
+                "inputs that nothing quantizes. Set inputs=true, or leave static_inputs out."
+            )
         self.export = Export(
             self.target, self.profile, self.inputs, self.verify, self.max_shard_gigabytes,
-            self.windows, self.window,
+            self.windows, self.window, self.calibration if self.static_inputs else None,
         )  # fmt: skip
 
 
@@ -75,10 +86,13 @@ def main(cfg: DictConfig) -> None:
     config = build_root(ExportRun, cfg)
     plan = config.export.check(config.model, config.assignment, config.folder, config.run.folder)
     text = load_text(config.data.evaluation) if config.windows else None
+    measured_on = load_text(config.data.calibration) if config.static_inputs else None
     with Run(cfg, config.run, "export") as run:
         if run.show_if_finished():
             return
-        done = config.export.write(run, config.model, plan, text, config.folder, config.data.bos)
+        done = config.export.write(
+            run, config.model, plan, text, config.folder, config.data.bos, measured_on=measured_on
+        )
         run.finish(seed=None, verdict=export_verdict(done))
         print(f"{'files':16} {done.folder}")
 

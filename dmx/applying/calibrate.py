@@ -22,6 +22,12 @@ def needs_calibration(assignment: Assignment) -> bool:
     return bool(needed - set(assignment.input_amax or {}))
 
 
+def calibrated_layers(assignment: Assignment, *, static: bool = False) -> list[str]:
+    """Layers whose inputs have a scale for all tensors: those in nvfp4, and static: those in fp8, too."""
+    formats = assignment.block_formats("input")
+    return [n for n, f in formats.items() if f.needs_input_amax or (static and not f.is_mx)]
+
+
 def calibrate_inputs(
     model: nn.Module,
     assignment: Assignment,
@@ -52,8 +58,7 @@ def calibrate_inputs(
         )
     check_whole(model)
     assignment.check(model)
-    formats = assignment.block_formats("input")
-    layers = [n for n, f in formats.items() if f.needs_input_amax or (static and not f.is_mx)]
+    layers = calibrated_layers(assignment, static=static)
     if not layers:
         return assignment
     listed = list_batches(batches, model)

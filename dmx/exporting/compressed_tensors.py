@@ -6,7 +6,8 @@ vLLM.
     NVFP4          weight_packed uint8 (out, in / 2),        weight_scale float8_e4m3fn (out, in / 16),
                    weight_global_scale float32 (1,): what scales are divided by; with inputs also
                    input_global_scale float32 (1,): what those of the input are divided by
-    FP8            weight float8_e4m3fn (out, in),           weight_scale float32 (out, 1)
+    FP8            weight float8_e4m3fn (out, in),           weight_scale float32 (out, 1); where the input has one
+                   scale for all tokens, input_scale float32 (1,): amax / 448
 
 Every layer is named in full: a class name such as `Linear` among the targets would also catch
 layers that stay in BF16. `quantization_status` must say compressed, or the loader quantizes
@@ -26,7 +27,13 @@ from dmx.applying.stored import StoredWeight
 from dmx.assignment.targets import COMPRESSED_TENSORS_INPUTS
 from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
-from dmx.exporting.packing import as_float8, check_finite, code_bits
+from dmx.exporting.packing import (
+    amax_of_static_scale,
+    as_float8,
+    check_finite,
+    code_bits,
+    static_scale,
+)
 from dmx.formats import (
     E4M3_OF_TENSOR,
     FP8,
@@ -47,6 +54,7 @@ FORMAT_NAMES = {
     FP8: "float-quantized",
 }
 _GLOBAL, _GLOBAL_OF_INPUT = "weight_global_scale", "input_global_scale"
+_STATIC = "input_scale"
 
 
 def _codes_name(block_format: BlockFormat) -> str:
@@ -109,13 +117,22 @@ def _inverse_global_scale(amax: float | Tensor) -> Tensor:
 
 
 def _input_tensors(layer: LayerPlan) -> dict[str, Tensor]:
-    if layer.input is None or not layer.input.needs_input_amax:
+    if layer.input is None or layer.input_amax is None:
         return {}
-    assert layer.input_amax is not None
-    return {_GLOBAL_OF_INPUT: _inverse_global_scale(layer.input_amax)}
+    if layer.input.needs_input_amax:
+        return {_GLOBAL_OF_INPUT: _inverse_global_scale(layer.input_amax)}
+    assert layer.input_rule is not None
+    return {_STATIC: static_scale(layer.input_amax, layer.input, layer.input_rule).reshape(1)}
 
 
-def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
+def _is_static(layer: LayerPlan) -> bool:
+    """Whether the file says the scale of the input's rows, which else are tokens with one each."""
+    return layer.input is FP8 and layer.input_amax is not None
+
+
+def _arguments(
+    block_format: BlockFormat, *, dynamic: bool, of_rows: str = "channel"
+) -> dict[str, Any]:
     # local: blocks' scales are those of each tensor, the global one lies in the file
     when = "local" if dynamic and block_format.needs_input_amax else dynamic
     shared = {
@@ -125,7 +142,7 @@ def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
         "dynamic": when,
     }
     if not block_format.block_size:
-        return {**shared, "strategy": "token" if dynamic else "channel"}
+        return {**shared, "strategy": "token" if dynamic else of_rows}
     scales = str(_scale_dtype(block_format))
     return {
         **shared,
@@ -136,8 +153,12 @@ def _arguments(block_format: BlockFormat, *, dynamic: bool) -> dict[str, Any]:
     }
 
 
-def _group(weight: BlockFormat, of_input: BlockFormat | None, names: list[str]) -> dict[str, Any]:
-    inputs = None if of_input is None else _arguments(of_input, dynamic=True)
+def _group(
+    weight: BlockFormat, of_input: BlockFormat | None, is_static: bool, names: list[str]
+) -> dict[str, Any]:
+    inputs = None
+    if of_input is not None:
+        inputs = _arguments(of_input, dynamic=not is_static, of_rows="tensor")
     return {
         "targets": names,
         "format": FORMAT_NAMES[weight],
@@ -148,10 +169,10 @@ def _group(weight: BlockFormat, of_input: BlockFormat | None, names: list[str]) 
 
 
 def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
-    groups: dict[tuple[BlockFormat, BlockFormat | None], list[str]] = {}
+    groups: dict[tuple[BlockFormat, BlockFormat | None, bool], list[str]] = {}
     for name, layer in layers.items():
-        groups.setdefault((layer.weight, layer.input), []).append(name)
-    used = {FORMAT_NAMES[weight] for weight, _ in groups}
+        groups.setdefault((layer.weight, layer.input, _is_static(layer)), []).append(name)
+    used = {FORMAT_NAMES[weight] for weight, *_ in groups}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -184,9 +205,10 @@ def _input_rule(layers: Layers) -> str:
             "amax rounded to one mantissa bit before its exponent is taken, for 4 and for 8 bits "
             "(compressed-tensors' own rule; `even` for MXFP4)"
         )
-    if FP8 in inputs:
+    for is_static in sorted({_is_static(layer) for layer in layers.values() if layer.input is FP8}):
+        scales = "by static scales of the files" if is_static else "amax / 448 of each token"
         rules.append(
-            "FP8: amax / 448 of each token; in transformers scales and quotients have the dtype of the input"
+            f"FP8: {scales}; in transformers scales and quotients have the dtype of the input"
         )
     if NVFP4 in inputs:
         rules.append(
@@ -209,5 +231,8 @@ LAYOUT = Layout(
     input_rule=_input_rule,
     input_tensors=_input_tensors,
     # 6 * 448 / amax is its own inverse
-    input_amax={_GLOBAL_OF_INPUT: lambda tensor, _: float(_inverse_global_scale(tensor))},
+    input_amax={
+        _GLOBAL_OF_INPUT: lambda tensor, _: float(_inverse_global_scale(tensor)),
+        _STATIC: amax_of_static_scale,
+    },
 )

@@ -48,7 +48,7 @@ class LayerPlan:
     weight_amax: float | None = None
     """That the scales of the weight are made for; None: its own."""
     input_amax: float | None = None
-    """That the global scale of the input is made for; None: each tensor's own."""
+    """That the global scale of the input is made for, in fp8 its one, static scale; None: each tensor's, or token's, own."""
 
     @property
     def bytes(self) -> int:
@@ -70,8 +70,6 @@ class Layout:
     """What transformers needs beside itself to load it; pip names."""
     specs: Callable[[BlockFormat, tuple[int, int]], dict[str, TensorSpec]]
     """format, (out, in) -> name -> dtype and shape"""
-    encode: Callable[[Tensor, BlockFormat, ScaleRule], dict[str, Tensor]]
-    """(out, in) weight -> name -> tensor"""
     decode: Callable[[Mapping[str, Tensor], BlockFormat, torch.dtype], Tensor]
     """name -> tensor back to the (out, in) weight"""
     config: Callable[[Layers, Sequence[str]], dict[str, Any]]
@@ -81,13 +79,15 @@ class Layout:
     quantized, too."""
     input_rule: Callable[[Layers], str]
     """How the loader scales inputs, in words."""
+    encode: Callable[[Tensor, BlockFormat, ScaleRule], dict[str, Tensor]] | None = None
+    """Of MX formats, which give their own values back to the bit: (out, in) weight -> name -> tensor; needed where the
+    layout holds one"""
     exact_inputs: bool = False
     """The loader's input quantization equals ours bit for bit."""
     packed: bool = True
     """The tensors' bytes equal bits_per_element."""
     encode_stored: Callable[[StoredWeight], dict[str, Tensor]] | None = None
-    """A weight as an assignment keeps it; needed for formats that do not give their own values back to the
-    bit, all but MX"""
+    """Of the others: a weight as an assignment keeps it"""
     decode_stored: Callable[[Mapping[str, Tensor], BlockFormat], StoredWeight] | None = None
     """Inverse of `encode_stored`, but for the sample"""
     input_tensors: Callable[[LayerPlan], dict[str, Tensor]] = lambda _: {}

@@ -26,9 +26,14 @@ from torch import Tensor
 from dmx.applying.stored import StoredWeight
 from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
-from dmx.exporting.packing import as_float8, code_bits
-from dmx.formats import E4M3_OF_TENSOR, FP8, NVFP4, BlockFormat, ScaleRule
-from dmx.numerics.scaled import amax_scales, inverse_global_scale
+from dmx.exporting.packing import (
+    amax_of_static_scale,
+    as_float8,
+    code_bits,
+    static_scale,
+)
+from dmx.formats import E4M3_OF_TENSOR, FP8, NVFP4, BlockFormat
+from dmx.numerics.scaled import inverse_global_scale
 
 PRODUCER = {"name": "dmx", "version": "0.1"}
 CONFIG_FILE = "hf_quant_config.json"
@@ -61,11 +66,6 @@ def _encode_stored(stored: StoredWeight) -> dict[str, Tensor]:
     }
 
 
-def _encode(weight: Tensor, block_format: BlockFormat, scale_rule: ScaleRule) -> dict[str, Tensor]:
-    amax = weight.abs().amax().float()
-    return _encode_stored(StoredWeight.of(weight, weight, block_format, scale_rule, amax))
-
-
 def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat) -> StoredWeight:
     codes, scales, nothing = tensors["weight"], tensors["weight_scale"], torch.zeros(0)
     if block_format is FP8:
@@ -81,8 +81,7 @@ def _input_tensors(layer: LayerPlan) -> dict[str, Tensor]:
     assert layer.input_amax is not None
     if layer.input is FP8:
         assert layer.input_rule is not None
-        scales = amax_scales(torch.tensor(layer.input_amax), FP8, layer.input_rule, None)
-        return {_INPUT_SCALE: scales.scale}
+        return {_INPUT_SCALE: static_scale(layer.input_amax, FP8, layer.input_rule)}
     assert E4M3_OF_TENSOR.element is not None
     inverse = inverse_global_scale(layer.input_amax, NVFP4.element, E4M3_OF_TENSOR.element)
     return {_INPUT_SCALE: inverse.reciprocal()}
@@ -90,7 +89,7 @@ def _input_tensors(layer: LayerPlan) -> dict[str, Tensor]:
 
 def _input_amax(scale: Tensor, block_format: BlockFormat) -> float:
     of_scale = block_format.scale.element
-    return float(scale) * block_format.element.max_normal * (of_scale.max_normal if of_scale else 1)
+    return amax_of_static_scale(scale, block_format) * (of_scale.max_normal if of_scale else 1)
 
 
 def _algorithm(layer: LayerPlan) -> dict[str, Any]:
@@ -161,9 +160,9 @@ def _check(layers: Layers, inputs: bool) -> None:
     if free:
         raise FormatError(
             f"target=modelopt_checkpoint has one static scale for FP8 inputs, and input_amax says nothing of "
-            f"{len(free)} layers, first {free[0]}. Measure it: dmx.calibrate_inputs(model, assignment, batches, "
-            "static=True), which quantizes inputs so everywhere; or use target=compressed_tensors, whose FP8 has a "
-            "scale for each row and token."
+            f"{len(free)} layers, first {free[0]}. Measure it: static_inputs=true of dmx export, or "
+            "dmx.calibrate_inputs(model, assignment, batches, static=True), which quantizes inputs so everywhere; or use "
+            "target=compressed_tensors, whose FP8 has a scale for each row and token."
         )
 
 
@@ -180,7 +179,6 @@ LAYOUT = Layout(
     name="modelopt_checkpoint",
     packages=(),
     specs=_specs,
-    encode=_encode,
     decode=decoded_by(_decode),
     config=_config,
     check=_check,

@@ -12,6 +12,7 @@ from dmx.formats import E4M3, E5M2, BlockFormat, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import unpack_codes
+from dmx.numerics.scaled import amax_scales
 
 FLOAT8 = {E4M3.name: torch.float8_e4m3fn, E5M2.name: torch.float8_e5m2}
 
@@ -56,6 +57,16 @@ def as_float8(codes: Tensor, block_format: BlockFormat) -> Tensor:
     """8-bit codes under their own dtype; fewer bits stay uint8."""
     dtype = FLOAT8.get(block_format.element.name)
     return codes if dtype is None else codes.view(dtype)
+
+
+def static_scale(amax: float, block_format: BlockFormat, scale_rule: ScaleRule) -> Tensor:
+    """0-d float32: the one scale of all rows of fp8 that are at most `amax`."""
+    return amax_scales(torch.tensor(amax), block_format, scale_rule, None).scale
+
+
+def amax_of_static_scale(scale: Tensor, block_format: BlockFormat) -> float:
+    """Inverse of `static_scale`, up to the last bit."""
+    return float(scale) * block_format.element.max_normal
 
 
 def decode_weight(

@@ -108,6 +108,7 @@ def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
         if layer.weight.is_mx:
             # On the grid: the codes are those that were stored.
             source = source if stored is None else stored(source)
+            assert layout.encode is not None
             encoded = layout.encode(source, layer.weight, layer.weight_rule)
         else:
             assert layout.encode_stored is not None

@@ -54,7 +54,8 @@ def check_windows(meta: Any, *configs: CalibrationConfig | EvaluationConfig | No
             check_window(config.window, max_positions(meta.config))
 
 
-def _drawn(tokens: Tensor, config: CalibrationConfig, seed: int) -> list[Tensor]:
+def drawn_batches(tokens: Tensor, config: CalibrationConfig, seed: int) -> list[Tensor]:
+    """Batches of a text; another seed draws other windows in another order."""
     return token_batches(
         tokens, config.window, config.batch_size, seed=config.seed + seed, n_batches=config.batches
     )
@@ -153,12 +154,12 @@ class Bench:
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
         assert self.calibration is not None
-        return _drawn(self._calibration_tokens, self.calibration, seed)
+        return drawn_batches(self._calibration_tokens, self.calibration, seed)
 
     def training_batches(self, seed: int) -> list[Tensor]:
         """Batches that weights learn from, likewise."""
         assert self.training is not None
-        return _drawn(self._training_tokens, self.training, seed)
+        return drawn_batches(self._training_tokens, self.training, seed)
 
     def learned_batches(self, seed: int) -> list[Tensor]:
         """Those that are not held back to measure on."""
@@ -195,8 +196,8 @@ class Bench:
         return self.calibrated(uniform_assignment(self.model, block_format, config))
 
     def calibrated(self, assignment: Assignment) -> Assignment:
-        """With the ranges of inputs that its formats need and it does not state."""
-        if not needs_calibration(assignment):
+        """With the ranges of inputs that its formats need and it does not state, where rows quantize inputs."""
+        if not (self.evaluation.sees_inputs and needs_calibration(assignment)):
             return assignment
         return calibrate_inputs(self.model, assignment, self.batches(0))
 

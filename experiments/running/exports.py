@@ -2,23 +2,25 @@
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dmx.applying.calibrate import calibrate_inputs, calibrated_layers
 from dmx.assignment.assignment import Assignment
 from dmx.data import Text, Tokens, encode, text_tokens, windows_of
 from dmx.exporting import Exported, Plan, check_model, check_new, make_plan, write_plan
 from dmx.formats import BF16
-from dmx.models import ModelConfig, load_model, meta_model
+from dmx.models import LoadedModel, ModelConfig, load_model, meta_model
 
 from ..reporting.record import ExportFacts, ModelFacts, Row, Verdict
-from .provenance import windows_facts
+from .bench import check_windows, drawn_batches
+from .provenance import batches_facts, windows_facts
 from .rows import Losses, make_row, method_of
 from .run import Run
-from .settings import ConfigError
+from .settings import CalibrationConfig, ConfigError
 from .sources import read_source
 
 
@@ -33,6 +35,8 @@ class Export:
     max_shard_gigabytes: float
     windows: int
     window: int
+    calibration: CalibrationConfig | None = None
+    """How text becomes batches that static scales of inputs are measured on; None: none are."""
 
     @property
     def _target(self) -> dict[str, Any]:
@@ -57,11 +61,34 @@ class Export:
         if folder and not Path(run_folder, "record.json").exists():
             check_new(Path(folder))
         given = source.given if isinstance(source.given, Assignment) else None
-        plan = None if given is None else make_plan(given, **self._target)
+        plan = None if given is None else make_plan(self._as_measured(given), **self._target)
         meta = meta_model(model)
-        plan = plan or make_plan(source.on(meta), **self._target)
+        plan = plan or make_plan(self._as_measured(source.on(meta)), **self._target)
+        check_windows(meta, self.calibration)
         check_model(plan, meta, Path(folder or run_folder))
         return plan
+
+    def _as_measured(self, assignment: Assignment) -> Assignment:
+        """With ranges of inputs that stand for those to be measured; ConfigError where there are none to measure."""
+        if self.calibration is None:
+            return assignment
+        layers = calibrated_layers(assignment, static=True)
+        if not layers:
+            used = {f.name for f in assignment.block_formats("input").values()}
+            raise ConfigError(
+                f"static_inputs=true: no layer has its input in fp8 or nvfp4, and blocks of other formats have scales "
+                f"of their own (inputs in {', '.join(sorted(used)) or 'bf16'}). Leave static_inputs out."
+            )
+        return replace(assignment, input_amax=dict.fromkeys(layers, 1.0))
+
+    def _measured(self, run: Run, plan: Plan, loaded: LoadedModel, text: Text, bos: str) -> Plan:
+        """The plan with the ranges that inputs have on a text."""
+        assert self.calibration is not None
+        tokens = encode(loaded.tokenizer, text, bos)
+        batches = drawn_batches(tokens, self.calibration, 0)
+        run.data["calibration"] = batches_facts(text, batches, tokens.start)
+        measured = calibrate_inputs(loaded.model, plan.assignment, batches, static=True)
+        return make_plan(measured, **self._target)
 
     def write(
         self,
@@ -71,6 +98,8 @@ class Export:
         text: Text | None,
         folder: str | None,
         bos: str = "auto",
+        *,
+        measured_on: Text | None = None,
     ) -> Exported:
         """The files, and all that the run's record says but its verdict.
 
@@ -78,11 +107,14 @@ class Export:
             text: the evaluation text, whose first windows are compared; None = tokens of no text.
             folder: receives the files; None = `model` in the run's folder.
             bos: what its windows start with, as `dmx.data.encode` wants it.
+            measured_on: text that static scales of inputs are measured on; None: there are none.
         """
         target = Path(folder) if folder else run.path("model")
         if not folder:
             shutil.rmtree(target, ignore_errors=True)  # of a start that died before its record
         loaded = load_model(model, run.device)
+        if measured_on is not None:
+            plan = self._measured(run, plan, loaded, measured_on, bos)
         tokens = None
         if text is not None:
             tokens = self._used(encode(loaded.tokenizer, text, bos))
@@ -99,6 +131,7 @@ class Export:
         if text is not None and tokens is not None:
             run.data["evaluation"] = windows_facts(text, tokens, self.window)
         run.actual = actual_settings(done, loaded.model)
+        run.actual["static_inputs"] = measured_on is not None
         run.rows += export_rows(done, assignment, self.windows)
         return done
 

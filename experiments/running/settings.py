@@ -115,6 +115,11 @@ class EvaluationConfig:
             check_at_least("evaluation.max_windows", self.max_windows, 1)
         check_some("evaluation.quantized", self.quantized, QUANTIZED)
 
+    @property
+    def sees_inputs(self) -> bool:
+        """Whether rows quantize inputs."""
+        return "W+A" in self.quantized
+
 
 @dataclass(kw_only=True)
 class EvalConfig:

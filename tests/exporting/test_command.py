@@ -1,11 +1,13 @@
 """python -m experiments.export and .evaluate: what they leave of files, and refusals in one line."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
 
 import dmx
 from dmx.assignment.assignment import Assignment
@@ -115,9 +117,33 @@ def test_names_for_another_tool_leave_a_record(run, tmp_path):
     assert record(tmp_path / "run")["export"]["bytes"] is None
 
 
+def test_static_scales_of_inputs_are_measured_by_the_command(run, tmp_path):
+    settings = "assignment=fp8", "target=modelopt_checkpoint", "inputs=true", "verify=false"
+    code, _, err = run(export, *settings)
+    assert code == 2 and "static_inputs=true of dmx export" in err
+    cut = "calibration.window=32", "calibration.batches=2"
+    code, _, err = run(export, *settings, "static_inputs=true", *cut)
+    assert code == 0, err
+    folder = tmp_path / "run"
+    assignment = Assignment.load(folder / "assignment.json")
+    assert set(assignment.input_amax) == set(assignment.formats)
+    tensors = load_file(folder / "model" / "model.safetensors")
+    for layer, amax in assignment.input_amax.items():
+        assert tensors[f"{layer}.input_scale"].item() == pytest.approx(amax / 448, rel=1e-6)
+    found = record(folder)
+    assert found["data"]["calibration"]["batches"] == 2
+    assert found["actual"]["static_inputs"] is found["requested"]["static_inputs"] is True
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["static_inputs=true"], "static_inputs=true with inputs=false"),
+        (["inputs=true", "static_inputs=true"], "no layer has its input in fp8 or nvfp4"),
+        (
+            ["assignment=fp8", "target=quark", "inputs=true", "static_inputs=true"],
+            "target=quark does not hold fp8",
+        ),
         (["assignment=mxfp8_e5m2"], "FormatError: target=compressed_tensors"),
         (["assignment=missing.json"], "AssignmentError: assignment=missing.json: cannot be read"),
         (["assignment=mxfp5"], "FormatError: assignment='mxfp5'"),
@@ -274,6 +300,10 @@ def test_inputs_of_another_tools_nvfp4_config_are_calibrated(measure, tmp_path):
     made = dmx.Assignment.load(tmp_path / "run" / row.assignment)
     assert made.formats == {f"{L0}.mlp.up_proj": "nvfp4"}
     assert made.input_amax[f"{L0}.mlp.up_proj"] > 0
+    shutil.rmtree(tmp_path / "run")
+    # Weights alone: there is nothing to measure, so batches that no text fills are not asked for.
+    (row,) = measure(config, quantized="W", **{"calibration.window": 1_000_000})
+    assert dmx.Assignment.load(tmp_path / "run" / row.assignment).input_amax is None
 
 
 def test_inputs_of_nvfp4_files_without_an_assignment_have_the_range_that_the_files_state(

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import dmx
 from dmx.applying.apply import applied
 from dmx.applying.sharing import shares_scales
+from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
 from dmx.errors import FormatError, RunError
 from dmx.exporting import make_plan, read_assignment
@@ -155,7 +156,7 @@ def test_codes_are_low_nibble_first():
     layout = LAYOUTS["modelopt_checkpoint"]
     weight = torch.zeros(1, 16)
     weight[0, :3] = torch.tensor([6.0, 0.5, -1.0])
-    tensors = layout.encode(weight, NVFP4, "amax/6")
+    tensors = layout.encode_stored(StoredWeight.of(weight, weight, NVFP4, "amax/6"))
     assert tensors["weight"][0, :2].tolist() == [0x17, 0x0A]
     torch.testing.assert_close(layout.decode(tensors, NVFP4, torch.float32), weight)
 
@@ -181,9 +182,11 @@ scale of a block of zeros, 1 there and 0 here, and where a quotient lies on a ti
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_bytes_are_those_of_modelopts_own_quantizer(name):
-    made = LAYOUTS["modelopt_checkpoint"].encode(hard_inputs()[name], NVFP4, "amax/6")
+    weight = hard_inputs()[name]
+    stored = StoredWeight.of(weight, weight, NVFP4, "amax/6")
+    made = LAYOUTS["modelopt_checkpoint"].encode_stored(stored)
     parts = (made["weight"], made["weight_scale"].view(torch.uint8))
     digest = sha256(b"".join(part.numpy().tobytes() for part in parts))
     assert digest[:16] == THEIRS[name]
-    amax = hard_inputs()[name].abs().max()
+    amax = weight.abs().max()
     assert float(made["weight_scale_2"]) == pytest.approx(float(amax) / 2688, rel=2**-23)

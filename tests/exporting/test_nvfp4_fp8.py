@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dmx
 from dmx.applying.apply import applied
+from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import make_plan, read_assignment
@@ -97,7 +99,7 @@ def test_groups_and_tensors_are_those_of_the_formats(model, tmp_path):
 def test_fp8_scales_that_other_tools_write_in_bf16_are_read(generator):
     weight = torch.randn(8, 64, generator=generator)
     layout = LAYOUTS["compressed_tensors"]
-    tensors = layout.encode(weight, FP8, "amax/448")
+    tensors = layout.encode_stored(StoredWeight.of(weight, weight, FP8, "amax/448"))
     other = {**tensors, "weight_scale": tensors["weight_scale"].bfloat16()}
     expected = layout.decode(tensors, FP8, torch.float32)
     assert torch.equal(expected, dmx.fake_quant(weight, "fp8"))
@@ -111,6 +113,36 @@ def test_fp8_inputs_are_quantized_by_the_loader(model, tmp_path, loaded_apart):
     )
     assert done.profile == "vllm" and "FP8: amax / 448 of each token" in done.input_rule
     assert done.verification.kl < 1e-3
+
+
+@needs("compressed-tensors")
+def test_static_scales_of_fp8_inputs_are_in_the_files_and_come_back(
+    model, batches, tmp_path, loaded_apart
+):
+    assignment = dmx.calibrate_inputs(
+        model, mixed(model, (FP8, NVFP4), "fused"), batches, static=True
+    )
+    assignment = dmx.share_scales(model, assignment)
+    done = dmx.export(model, assignment, tmp_path / "out", target="compressed_tensors", inputs=True)
+    assert "FP8: by static scales of the files" in done.input_rule
+    assert done.verification.kl < 1e-3
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    groups = {g["format"]: g["input_activations"] for g in config["config_groups"].values()}
+    stated = groups["float-quantized"]
+    assert (stated["strategy"], stated["dynamic"], stated["num_bits"]) == ("tensor", False, 8)
+    tensors = load_file(done.folder / "model.safetensors")
+    of_fp8 = [layer for layer, f in assignment.formats.items() if f == "fp8"]
+    assert {f"{layer}.input_scale" for layer in of_fp8} == {
+        k for k in tensors if "input_scale" in k
+    }
+    for layer in of_fp8:
+        expected = torch.tensor([assignment.input_amax[layer]]) / torch.tensor([448.0])
+        assert torch.equal(tensors[f"{layer}.input_scale"], expected)
+    (
+        done.folder / "assignment.json"
+    ).unlink()  # as another tool's folder, that says it in tensors alone
+    read = dmx.load_exported(done.folder).assignment.input_amax
+    assert read == pytest.approx(dict(assignment.input_amax), rel=2**-22)
 
 
 def test_what_is_not_held_is_refused(model):
