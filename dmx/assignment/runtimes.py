@@ -10,7 +10,7 @@ from collections.abc import Iterable
 WEIGHTS_ALONE = "weights alone"
 NATIVE = "native"
 NATIVE_INPUTS = "native, inputs quantized always"
-EMULATED = "emulated"
+BY_HUMMING = "by Humming where it is installed, else emulated and slow"
 
 SOURCE = "vLLM 0.32"
 """In whose source the table below was read."""
@@ -19,11 +19,11 @@ _VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
 _AS_ASKED = "native with inputs=true, else weights alone"
 _VLLM_NVFP4 = {"Hopper": WEIGHTS_ALONE, "Blackwell": _AS_ASKED}
 _EVERYWHERE = dict.fromkeys(CARDS, NATIVE)
-_EMULATED = dict.fromkeys(CARDS, EMULATED)
+_SIX_BITS = dict.fromkeys(CARDS, BY_HUMMING)
 
 _VLLM_TWO = {"mxfp4": _VLLM_MX, "mxfp8_e4m3": _VLLM_MX}
 _VLLM = {**_VLLM_TWO, "nvfp4": _VLLM_NVFP4, "fp8": dict.fromkeys(CARDS, _AS_ASKED)}
-_VLLM_QUARK = {**_VLLM_TWO, "mxfp6_e2m3": _EMULATED, "mxfp6_e3m2": _EMULATED}
+_VLLM_QUARK = {**_VLLM_TWO, "mxfp6_e2m3": _SIX_BITS, "mxfp6_e3m2": _SIX_BITS}
 _MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
 
 HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {

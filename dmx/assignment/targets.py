@@ -135,6 +135,12 @@ class Target:
     """True: the export refuses an assignment with a split fused group, whatever loads it."""
 
     @property
+    def held_to(self) -> Loader:
+        """The loader that an export of it is checked against: of a layout for runtimes that merge layers the first of
+        them, of others the first that merges none and so takes what the layout holds."""
+        return next(x for x in self.loaders if x.needs_fused_units == self.needs_fused_units)
+
+    @property
     def shares_scales(self) -> bool:
         """Whether one of its loaders does."""
         return any(loader.shares_scales for loader in self.loaders)
@@ -207,6 +213,7 @@ TARGETS: dict[str, Target] = {
                 shares_scales=True,
                 per_tensor=True,
                 notes=("never run from these folders",),
+                unquantized=VLLM_UNQUANTIZED if name == "vLLM" else (),
             )
             for name, requires in (
                 ("vLLM", "vLLM >= 0.26"),

@@ -198,8 +198,7 @@ def check_holds(
             f"one product each); {len(split)} groups are split, first {split[0]}. Use "
             "profile=transformers, or search again with search.units=fused."
         )
-    if profile == "vllm":
-        _check_built(assignment, setting, _own_loader(target, profile))
+    _check_built(assignment, target, profile)
     if holds.shares_scales:
         _check_scales(assignment, setting, inputs, per_tensor=holds.per_tensor)
     if inputs:
@@ -209,13 +208,29 @@ def check_holds(
         check_in_features(layer, assignment.shapes[layer][1], block_format)
 
 
-def _check_built(assignment: Assignment, setting: str, loader: Loader) -> None:
-    """Raise FormatError for quantized layers that the runtime builds without quantization."""
-    if unbuilt := [layer for layer in assignment.quantized if loader.builds_unquantized(layer)]:
-        raise FormatError(
-            f"{setting}: {loader.name} builds {len(unbuilt)} of the layers without quantization, first "
-            f"{unbuilt[0]}. Use profile=transformers, or search again with search.target=vllm, which leaves "
-            "them in BF16."
+def _check_built(assignment: Assignment, target: str, profile: str | None) -> None:
+    """Raise FormatError for quantized layers that the runtime builds without quantization; warn where another one that
+    reads the layout does."""
+    own = _own_loader(target, profile)
+    for loader in TARGETS[target_key(target, profile)].loaders:
+        unbuilt = [layer for layer in assignment.quantized if loader.builds_unquantized(layer)]
+        if not unbuilt:
+            continue
+        said = (
+            f"{_setting(target, profile)}: {loader.name} builds {len(unbuilt)} of the layers without quantization, first "
+            f"{unbuilt[0]}"
+        )
+        again = "search again with search.target={}, which leaves them in BF16."
+        if loader is own:
+            other = (
+                "profile=transformers"
+                if profile
+                else "target=compressed_tensors, profile=transformers"
+            )
+            raise FormatError(f"{said}. Use {other}, or {again.format('vllm')}")
+        warnings.warn(
+            f"{said}, and cannot load these files, {own.name} can. For {loader.name}, {again.format('vllm_quark')}",
+            stacklevel=4,
         )
 
 
@@ -277,8 +292,8 @@ def _check_no_lone_inputs(assignment: Assignment) -> None:
 
 
 def _own_loader(target: str, profile: str | None) -> Loader:
-    """The strictest loader of a profile; that of transformers where there is none."""
-    return TARGETS[target_key(target, profile)].loaders[-1]
+    """The loader that an export is checked against."""
+    return TARGETS[target_key(target, profile)].held_to
 
 
 def _choose_profile(

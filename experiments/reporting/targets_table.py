@@ -60,13 +60,15 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
 
 
 def _runs_table(formats: Sequence[str]) -> Html | None:
-    """How vLLM runs layers of these formats, a row a card."""
+    """How vLLM runs layers of these formats, a row a card; layouts that hold none of them have no row."""
     if not formats:
         return None
     body = []
     for target, loader in HOW_IT_RUNS:
         for card in CARDS:
             words = how_it_runs(target, loader, card, formats)
+            if set(words.values()) == {"-"}:
+                continue
             cells = [el("td", words[f]) for f in formats]
             body.append(
                 el("tr", el("th", target, scope="row"), el("td", f"{loader}, {card}"), cells)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dmx.assignment.runtimes import HOW_IT_RUNS, how_it_runs
+from dmx.assignment.runtimes import BY_HUMMING, HOW_IT_RUNS, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles, split_groups
 from dmx.errors import RunError
 from dmx.formats import BLOCK_FORMATS
@@ -576,7 +576,7 @@ def test_targets_follow_formats_and_fused_groups():
 def test_how_vllm_runs_them_is_said_by_card():
     assert how_it_runs("quark", "vLLM", "Hopper", ["mxfp4", "mxfp6_e2m3", "bf16"]) == {
         "mxfp4": "weights alone",
-        "mxfp6_e2m3": "emulated",
+        "mxfp6_e2m3": BY_HUMMING,
     }
     ct = ("compressed_tensors, profile vllm", "vLLM")
     assert how_it_runs(*ct, "Blackwell", ["mxfp4", "nvfp4", "mxfp6_e2m3"]) == {
@@ -584,6 +584,7 @@ def test_how_vllm_runs_them_is_said_by_card():
         "nvfp4": "native with inputs=true, else weights alone",
         "mxfp6_e2m3": "-",
     }
+    assert BY_HUMMING in (Path(__file__).parents[2] / "docs" / "runtimes.md").read_text()
     for target, loader in HOW_IT_RUNS:
         (known,) = (x for x in TARGETS[target].loaders if x.name == loader)
         assert set(HOW_IT_RUNS[target, loader]) == known.formats

@@ -1,6 +1,7 @@
 """Models that are more, or made otherwise, than a stack of decoder blocks in plain linear layers."""
 
 import copy
+import dataclasses
 import json
 import warnings
 
@@ -13,6 +14,7 @@ from torch import nn
 import dmx
 from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import ModelError
+from dmx.exporting.plan import check_holds
 from dmx.exporting.verify import as_loaded
 from dmx.models import ModelConfig, byte_tokenizer, load_model
 from dmx.models.backbone import decoder_blocks, unreached_layers
@@ -278,6 +280,26 @@ def test_a_gate_that_another_search_quantized_is_refused_for_vllm(tmp_path):
         dmx.export(
             model, found, tmp_path / "x", target="compressed_tensors", profile="vllm", verify=False
         )
+    eight = dataclasses.replace(found, formats=dict.fromkeys(found.formats, "nvfp4"))
+    with pytest.raises(
+        dmx.errors.FormatError, match=r"modelopt_checkpoint: vLLM builds .*shared_exp"
+    ):
+        check_holds(eight, "modelopt_checkpoint", None)
+    with pytest.warns(
+        UserWarning, match=r"vLLM builds .*, transformers \+ amd-quark can.*vllm_quark"
+    ):
+        check_holds(found, "quark", None)
+
+
+def test_an_export_is_held_to_the_loader_that_its_layout_is_for():
+    assert {name: target.held_to.name for name, target in TARGETS.items()} == {
+        "assignment.json": "dmx",
+        "compressed_tensors, profile vllm": "vLLM",
+        "compressed_tensors, profile transformers": "transformers",
+        "quark": "transformers + amd-quark",
+        "modelopt_checkpoint": "vLLM",
+        "torchao": "transformers",
+    }
 
 
 # -------------------------------------------------------------------------------------- bits and files
