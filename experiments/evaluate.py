@@ -78,10 +78,8 @@ def main(cfg: DictConfig) -> None:
     )
     meta = meta_model(config.model)
     given = [source.on(meta) if source.uniform is None else None for source in sources]
-    sees_inputs = config.evaluation.sees_inputs and any(
-        map(Source.needs_calibration, sources, given)
-    )
-    calibration = config.calibration if config.safety != "off" or sees_inputs else None
+    needs = config.evaluation.sees_inputs and any(map(Source.needs_calibration, sources, given))
+    calibration = config.calibration if config.safety != "off" or needs else None
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load
     check_files_dtype(sources, config.model)

@@ -69,11 +69,6 @@ class ExportRun:
             raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
         if self.windows and not self.verify:
             raise ConfigError(f"windows={self.windows} needs verify=true")
-        if self.static_inputs and not self.inputs:
-            raise ConfigError(
-                f"static_inputs=true with inputs=false: the files of target={self.target} would hold scales of "
-                "inputs that nothing quantizes. Set inputs=true, or leave static_inputs out."
-            )
         self.export = Export(
             self.target, self.profile, self.inputs, self.verify, self.max_shard_gigabytes,
             self.windows, self.window, self.calibration if self.static_inputs else None,

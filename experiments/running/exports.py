@@ -38,6 +38,13 @@ class Export:
     calibration: CalibrationConfig | None = None
     """How text becomes batches that static scales of inputs are measured on; None: none are."""
 
+    def __post_init__(self) -> None:
+        if self.calibration is not None and not self.inputs:
+            raise ConfigError(
+                f"static_inputs=true with inputs=false: the files of target={self.target} would hold scales of "
+                "inputs that nothing quantizes. Set inputs=true, or leave static_inputs out."
+            )
+
     @property
     def _target(self) -> dict[str, Any]:
         """Arguments of the library."""
