@@ -1,36 +1,58 @@
 """One progress line with the time left, for loops that take longer than a moment; a stopwatch."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
+from rich.text import Text
 
 from dmx.processes import own_rank
 
 
+class TimeLeft(ProgressColumn):
+    """At the pace so far, what follows included (`after` of `progress`)."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        pace = task.finished_speed or task.speed
+        if not pace:
+            return Text("-:--:--", style="progress.remaining")
+        seconds = math.ceil(((task.remaining or 0.0) + task.fields["after"]) / pace)
+        return Text(str(timedelta(seconds=seconds)), style="progress.remaining")
+
+
 @contextmanager
 def progress(
-    what: str, total: int, *, done: int = 0, quiet: bool = False
+    what: str, total: int, *, done: int = 0, after: int = 0, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar; of processes that share
-    a run the main one shows it."""
+    a run the main one shows it.
+
+    Args:
+        done: of `total`, by a run that was stopped.
+        after: what follows the bar, as so many more of `total`; the time left counts it.
+    """
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        TextColumn("left"), TimeLeft(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     with Progress(
         *columns, console=Console(stderr=True), disable=quiet or own_rank() > 0, transient=False
     ) as bar:
-        task = bar.add_task(what, total=total, completed=done, note="")
+        task = bar.add_task(what, total=total, completed=done, note="", after=after)
 
         def advance(note: str = "") -> None:
             bar.update(task, advance=1, note=note)

@@ -251,8 +251,9 @@ class _Learning:
         if self.kl_before is None:
             self.kl_before = self.measure(measured)
         look_every = 1 if self.device.type == "cpu" else LOOK_EVERY
+        name = "learn end to end, 2 of 2" if config.block_steps else "learn"
         with (
-            progress("learn", config.steps, done=self.step) as advance,
+            progress(name, config.steps, done=self.step) as advance,
             _deferred_interrupts() as interrupts,
         ):
             if self.step < config.steps:

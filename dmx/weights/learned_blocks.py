@@ -16,6 +16,7 @@ Sources: BRECQ, arXiv 2102.05426; OmniQuant, arXiv 2308.13137.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -143,19 +144,26 @@ class BlockLearning:
         with torch.no_grad():
             full = self.traversal.first_inputs(lambda x: x.to(place))
         found, rounded = list(full), full[self.n_used :]
-        n, steps = len(self.traversal.blocks), self.config.block_steps
-        with progress("learn blocks", n * steps) as advance:
-            for block in range(n):
+        with self._progress() as advance:
+            for block in range(len(self.traversal.blocks)):
                 if block not in self.parts:
                     full, found, rounded = (
                         self._through(block, hidden, None) for hidden in (full, found, rounded)
                     )
-                    for _ in range(steps):
-                        advance("")
                     continue
                 full, found, rounded = self._part(block, full, found, rounded, advance)
         self.kl_before = self._measure(full[self.n_used :], rounded)
         self.kl_after = self._measure(full[self.n_used :], found[self.n_used :])
+
+    def _progress(self) -> AbstractContextManager[Callable[[str], None]]:
+        """Counts steps of the blocks that learn; those of blocks that a stopped run has done are not its pace."""
+        blocks, steps = self.parts.keys() - {-1}, self.config.block_steps
+        paths = (self.states.of(block).path for block in blocks)
+        done = sum(path is not None and path.exists() for path in paths)
+        name = "learn blocks, 1 of 2" if self.config.steps else "learn blocks"
+        # A step end to end goes through all blocks.
+        after = self.config.steps * len(self.traversal.blocks)
+        return progress(name, len(blocks) * steps, done=done * steps, after=after)
 
     def _part(
         self,
@@ -186,8 +194,6 @@ class BlockLearning:
                 except (KeyError, RuntimeError) as error:
                     raise file.damaged(error) from error
                 masters.quantize()
-                for _ in range(self.config.block_steps):
-                    advance("")
             kept = masters.values if self.config.steps else masters.seen
             if state is None and self.processes.is_main:
                 file.save(State({"block": block}, {"weights": kept}))

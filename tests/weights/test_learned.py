@@ -304,6 +304,119 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert LearnConfig(steps=5, warmup=0).rate(0) == 2e-4
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "is_causal", "obstacle"),
+    [
+        ("cuda", {}, True, ""),
+        ("cpu", {}, True, "the model is on cpu"),
+        (
+            "cuda",
+            {"gradient_checkpointing": True},
+            True,
+            "learn.gradient_checkpointing=true recomp",
+        ),
+        ("cuda", {}, False, "attention is not purely causal sdpa"),
+    ],
+)
+def test_a_step_is_captured_where_it_can_be_and_nobody_said_off(
+    device, options, is_causal, obstacle
+):
+    def decided(asked):
+        run = object.__new__(learned._Learning)
+        run.config, run.is_causal = LearnConfig(cuda_graph=asked, **options), is_causal
+        run.device = torch.device(device)
+        return run._decide_on_graph()
+
+    assert decided("auto") == (not obstacle) and decided("off") is False
+    if obstacle:
+        with pytest.raises(RunError, match=rf"^learn\.cuda_graph=on: .*{obstacle}"):
+            decided("on")
+    else:
+        assert decided("on") is True
+
+
+class Imitation:
+    """What `GraphedStep` does with memory, on a CPU: inputs and results have one place each, written over by
+    every call."""
+
+    made = 0
+
+    def __init__(self, step, *inputs):
+        self.step, self.inputs = step, [value.clone() for value in inputs]
+        self.results = tuple(result.clone() for result in step(*self.inputs))
+        Imitation.made += 1
+
+    def __call__(self, *inputs):
+        for kept, given in zip(self.inputs, inputs, strict=True):
+            kept.copy_(given)
+        for kept, result in zip(self.results, self.step(*self.inputs), strict=True):
+            kept.copy_(result)
+        return self.results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep_reference": "on"},
+        {"keep_reference": "off"},
+        {"micro_batch": 1},
+        {"block_steps": 2},
+        {"train": "scales"},
+    ],
+    ids=str,
+)
+def test_captured_steps_that_write_over_their_results_learn_the_same(
+    options, tiny_random, monkeypatch
+):
+    rate = {} if "train" in options else {"lr": 1e-3}
+    config = LearnConfig(steps=9, warmup=2, held_batches=2, **rate, **options)
+    assignment = uniform(tiny_random.model)
+    expected = learn_weights(tiny_random.model, assignment, BATCHES, config)
+    assert expected.weights["cuda_graph"] == "off"
+    monkeypatch.setattr(Imitation, "made", 0)
+    monkeypatch.setattr(learned, "GraphedStep", Imitation)
+    monkeypatch.setattr(learned._Learning, "_decide_on_graph", lambda self: True)
+    found = learn_weights(tiny_random.model, assignment, BATCHES, config)
+    assert Imitation.made == 2 and found.weights["cuda_graph"] == "on"
+    assert {**found.weights, "cuda_graph": "off"} == expected.weights
+    assert found.content("weights") == expected.content("weights")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", ["weights", "scales"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_step_gives_the_loss_and_gradient_of_a_plain_one(
+    train, dtype, make_tiny, monkeypatch
+):
+    model = make_tiny("smollm2", train_steps=100, dtype=dtype).model.cuda()
+    steps, learn = [], learned._Learning._learn
+
+    def both_ways(self, *rest):
+        batches = [self._own(batch) for batch in self.batches[:2]]
+        results = {}
+        for name, wrap in (("plain", lambda step, *_: step), ("captured", learned.GraphedStep)):
+            refer = wrap(self._reference, batches[0])
+            wanted = [refer(batch)[0].clone() for batch in batches]
+            step = wrap(self._gradient, batches[0], wanted[0])
+            for batch, reference in zip(batches, wanted, strict=True):
+                (loss,) = step(batch, reference)
+                results.setdefault(name, []).append(
+                    (reference, loss.clone(), self.masters.descent().clone())
+                )
+        steps.append(results)
+        learn(self, *rest)
+
+    monkeypatch.setattr(learned._Learning, "_learn", both_ways)
+    learn_weights(model, uniform(model), BATCHES, LearnConfig(steps=1, train=train))
+    ((results),) = steps
+    bound = 1e-3 if dtype == "float32" else 3e-2  # backward passes add in no fixed order
+    for plain, captured in zip(results["plain"], results["captured"], strict=True):
+        for one, other in zip(plain, captured, strict=True):
+            assert (other - one).float().norm() <= bound * one.float().norm() > 0
+    first, second = results["captured"]
+    assert not torch.equal(first[2], second[2]), "another batch has another gradient"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"keep_reference": "off"}, {"micro_batch": 1}], ids=str)
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Weights that learn block by block: errors fall, before and without steps end to end; stopped runs go on."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -8,9 +10,9 @@ from dmx.applying.linear import quantized_layers
 from dmx.errors import ModelError, RunError
 from dmx.formats import MXFP4
 from dmx.numerics import fake_quant
-from dmx.weights import learned_blocks
+from dmx.weights import learned, learned_blocks
 from dmx.weights.learn_config import LearnConfig
-from dmx.weights.learned import learn_weights
+from dmx.weights.learned import _Learning, learn_weights
 from dmx.weights.learned_blocks import STATE_FOLDER, BlockLearning, block_loss
 from tests.weights.helpers import mixed, text_batches, uniform
 from tests.weights.test_learned import BATCHES, mean_kl
@@ -91,6 +93,58 @@ def test_a_run_that_died_ends_as_one_that_did_not(steps, tiny_random, tmp_path, 
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(RunError, match=r"is damaged .*Delete it to learn again"):
         learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+
+
+def test_a_run_that_died_end_to_end_keeps_its_blocks(tiny_random, tmp_path, monkeypatch):
+    model, learn, update, done = tiny_random.model, BlockLearning._learn, _Learning._update, []
+    config = LearnConfig(**SHORT | {"steps": 5, "checkpoint_every": 2})
+    expected = learn_weights(model, uniform(model), BATCHES, config)
+
+    def counted(self, block, *rest):
+        done.append(f"block {block}")
+        learn(self, block, *rest)
+
+    def dying(self, loss):
+        done.append(self.step)
+        if done.count(3) == 1 and self.step == 3:
+            raise OSError
+        update(self, loss)
+
+    monkeypatch.setattr(BlockLearning, "_learn", counted)
+    monkeypatch.setattr(_Learning, "_update", dying)
+    with pytest.raises(OSError):
+        learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+    again = learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+    blocks = [f"block {i}" for i in range(len(model.model.layers))]
+    assert done == [*blocks, 0, 1, 2, 3, 2, 3, 4]
+    assert again == expected and again.content("weights") == expected.content("weights")
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_the_line_on_the_screen_says_the_phase_and_counts_what_follows(
+    steps, tiny_random, tmp_path, monkeypatch
+):
+    model, lines = tiny_random.model, []
+    config = LearnConfig(**SHORT | {"steps": steps})
+
+    @contextlib.contextmanager
+    def shown(what, total, *, done=0, after=0):
+        counted = []
+        yield counted.append
+        lines.append((what, total, done, after))
+        assert len(counted) == total - done
+
+    monkeypatch.setattr(learned_blocks, "progress", shown)
+    monkeypatch.setattr(learned, "progress", shown)
+    n = len(model.model.layers)
+    learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+    blocks = "learn blocks, 1 of 2" if steps else "learn blocks"
+    follows = [("learn end to end, 2 of 2", steps, 0, 0)] if steps else []
+    assert lines == [(blocks, 6 * n, 0, steps * n), *follows]
+    (tmp_path / STATE_FOLDER / f"{n - 1:04d}.safetensors").unlink()
+    lines.clear()
+    learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+    assert lines[0] == (blocks, 6 * n, 6 * (n - 1), steps * n)
 
 
 def test_only_one_block_has_masters_at_a_time(tiny_random, monkeypatch):
