@@ -13,6 +13,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
+from dmx.models.experts import install_experts
 from dmx.models.linears import plain_model
 from dmx.models.searchable import check_whole
 from dmx.models.swap import put_back, replace_layers
@@ -43,6 +44,7 @@ class Safety(Protocol):
 
 _ORIGINALS = "_dmx_originals"
 _UNDO_TRANSFORM = "_dmx_undo_transform"
+_UNDO_EXPERTS = "_dmx_undo_experts"
 
 
 def is_applied(model: nn.Module) -> bool:
@@ -84,6 +86,29 @@ def apply(
     check_searchable(model, allow_unsearched=True)
     check_whole(model)
     assignment.check(model)
+    undo_experts = install_experts(model, assignment.experts_form(model))
+    try:
+        _apply(model, assignment, weights, inputs, safety, cache_weights)
+    except BaseException:
+        undo_experts()
+        raise
+    object.__setattr__(model, _UNDO_EXPERTS, undo_experts)
+    if hasattr(model, "save_pretrained"):
+        # A checkpoint of an applied model would hold the unquantized weights under a name that
+        # promises otherwise.
+        object.__setattr__(model, "save_pretrained", _refuse_to_save)
+    return wrapped
+
+
+def _apply(
+    model: nn.Module,
+    assignment: Assignment,
+    weights: bool,
+    inputs: bool,
+    safety: Safety | None,
+    cache_weights: bool,
+) -> None:
+    """`apply` to a model that was checked and has all layers that the assignment names."""
     transform = Transform.of(assignment)
     stored = stored_weights(assignment) if weights else {}
     if inputs:
@@ -124,11 +149,6 @@ def apply(
         raise
     object.__setattr__(model, _ORIGINALS, originals)
     object.__setattr__(model, _UNDO_TRANSFORM, undo)
-    if hasattr(model, "save_pretrained"):
-        # A checkpoint of an applied model would hold the unquantized weights under a name that
-        # promises otherwise.
-        object.__setattr__(model, "save_pretrained", _refuse_to_save)
-    return wrapped
 
 
 def _refuse_to_save(*args: Any, **kwargs: Any) -> None:
@@ -145,6 +165,7 @@ def restore(model: nn.Module) -> nn.Module:
         raise ModelError("no assignment is applied to this model; nothing to restore")
     put_back(model, model.__dict__.pop(_ORIGINALS))
     model.__dict__.pop(_UNDO_TRANSFORM)()
+    model.__dict__.pop(_UNDO_EXPERTS)()
     model.__dict__.pop("save_pretrained", None)
     return wrapped
 

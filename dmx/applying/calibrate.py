@@ -62,5 +62,8 @@ def calibrate_inputs(
     if not layers:
         return assignment
     listed = list_batches(batches, model)
-    with transformed(model, Transform.of(assignment), assignment.transformed):
+    with (
+        assignment.linear_experts(model),
+        transformed(model, Transform.of(assignment), assignment.transformed),
+    ):
         return replace(assignment, input_amax=input_amax(model, layers, listed))

@@ -5,11 +5,11 @@ quantized in the forward pass.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.applying.quantizers import Quantizer
 from dmx.models.linears import linear_layers
+from dmx.models.products import groups_of, product
 from dmx.models.swap import adopt
 from dmx.transforms.block import BlockRotation
 
@@ -60,7 +60,7 @@ class QuantLinear(nn.Linear):
             x = self.input_transform(x)
         if self.input_quantizer is not None:
             x = self.input_quantizer(x)
-        return F.linear(x, self.quantized_weight(), self.bias)
+        return product(x, self.quantized_weight(), self.bias, groups_of(self))
 
     def extra_repr(self) -> str:
         """Adds the formats of both operands."""

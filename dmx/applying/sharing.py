@@ -91,6 +91,24 @@ def share_scales(
     return replace(assignment, weight_amax={**(assignment.weight_amax or {}), **shared})
 
 
+def state_scales_of_experts(model: nn.Module, assignment: Assignment) -> Assignment:
+    """The assignment with the one global scale of experts that it names as one, in NVFP4, in `weight_amax`: said expert
+    by expert, as files are, they then round as together.
+
+    Raises:
+        AssignmentError: it is for another model. ModelError: an assignment is applied.
+    """
+    formats, stated = assignment.block_formats("weight"), assignment.weight_amax or {}
+    layers = [
+        layer
+        for layer in assignment.experts or {}
+        if layer in formats and formats[layer].scale.global_bits and layer not in stated
+    ]
+    if not layers:
+        return assignment
+    return replace(assignment, weight_amax={**stated, **weight_amax(model, assignment, layers)})
+
+
 @torch.no_grad()
 def weight_amax(model: nn.Module, assignment: Assignment, layers: list[str]) -> Mapping[str, float]:
     """layer -> largest finite magnitude of its weight, under the assignment's transform.
@@ -103,7 +121,10 @@ def weight_amax(model: nn.Module, assignment: Assignment, layers: list[str]) -> 
             "an assignment is already applied to this model; call dmx.restore(model) first"
         )
     assignment.check(model)
-    with transformed(model, Transform.of(assignment), assignment.transformed):
+    with (
+        assignment.linear_experts(model),
+        transformed(model, Transform.of(assignment), assignment.transformed),
+    ):
         linears = linear_layers(model)
         weights = {layer: linears[layer].weight.detach() for layer in layers}
         return {

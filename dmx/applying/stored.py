@@ -9,7 +9,7 @@ The file takes bits_per_element and is exact. The sample tells whether a model s
 that were rounded: the file would silently bring back those of another model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -112,8 +112,30 @@ class StoredWeight:
                 self.inv_global = self.inv_global.to(x.device)
         return self.values(x.dtype)[:, : x.shape[1]].contiguous()
 
+    @classmethod
+    def join(cls, parts: Sequence["StoredWeight"], sample: Tensor) -> "StoredWeight":
+        """One weight of the rows of several, whose scale of a whole tensor, if they have one, is one."""
+        first = parts[0]
+        shared = [part.inv_global for part in parts if part.inv_global is not None]
+        assert all(torch.equal(one, shared[0]) for one in shared)
+        codes, scales = (
+            torch.cat(p) for p in zip(*((p.codes, p.scales) for p in parts), strict=True)
+        )
+        return cls(first.block_format, codes, scales, sample, first.inv_global)
+
+    def split(self, parts: int) -> list["StoredWeight"]:
+        """Those of equal shares of the rows; they say nothing of what was rounded."""
+        nothing = torch.zeros(0)
+        pairs = zip(self.codes.chunk(parts), self.scales.chunk(parts), strict=True)
+        return [
+            StoredWeight(self.block_format, codes, scales, nothing, self.inv_global)
+            for codes, scales in pairs
+        ]
+
     def check(self, weight: Tensor, layer: str) -> None:
-        """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype."""
+        """Raise AssignmentError unless `weight` is the one that was rounded, up to its dtype; a part says nothing."""
+        if not len(self.sample):
+            return
         difference = float((sample_of(weight) - self.sample).norm() / self.sample.norm())
         if not difference <= SAMPLES_MAY_DIFFER and not torch.equal(sample_of(weight), self.sample):
             raise AssignmentError(

@@ -11,6 +11,7 @@ JSON, an *artifact*, which is named there with its SHA-256.
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from dmx.formats import (
     check_rule,
     get_format,
 )
+from dmx.models.experts import Form, form_of, linear_experts, stacked_experts
 from dmx.models.identity import architecture_sha256
 from dmx.models.in_files import unquantized_bits
 from dmx.models.linears import linear_layers
@@ -85,6 +87,12 @@ class Assignment:
     weight_amax: Mapping[str, float] | None = None
     """layer name -> largest magnitude that the scales of its weight are made for, where that is not the
     weight's own: one for several layers (nvfp4), or one for all rows (fp8). None: of none."""
+    experts: Mapping[str, int] | None = None
+    """layer name -> how many experts of a block it stands for, expert by expert in the rows of its weight; of layers
+    that are one 3-D parameter. None: there are none."""
+    expert_tokens: Mapping[str, Sequence[int]] | None = None
+    """path of the experts of a block -> tokens of the calibration text that each of them was given; None: not counted,
+    or there are no experts."""
     folder: Path | None = field(default=None, compare=False, repr=False)
     """Where it was loaded from, which holds its artifacts; not in the file."""
     unsaved: Mapping[ArtifactKind, bytes] = field(default_factory=dict, compare=False, repr=False)
@@ -317,10 +325,19 @@ class Assignment:
             for unit in BIT_UNITS
         }
 
+    def experts_form(self, model: nn.Module) -> Form | None:
+        """How experts of the model that lie in 3-D parameters become the layers that it names."""
+        return form_of(model, (*self.formats, *self.unquantized))
+
+    def linear_experts(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The model with all layers that the assignment names, inside."""
+        return linear_experts(model, self.experts_form(model))
+
     def check(self, model: nn.Module) -> None:
         """Raise AssignmentError unless every layer exists in the model with its shape; warn of another
         architecture."""
-        linears = linear_layers(model)
+        with self.linear_experts(model):
+            linears = linear_layers(model)
         for layer, shape in self.shapes.items():
             if layer not in linears:
                 raise AssignmentError(
@@ -412,6 +429,7 @@ def make_assignment(
         unquantized=space.unquantized,
         units=space.granularity,
         scale_rules=used_rules(scale_rules, formats, inputs),
+        experts=stacked_experts(model) or None,
         input_amax=_of_inputs(space.input_amax, inputs or formats),
         budget=None if budget is None else asdict(budget),
         search=replace(

@@ -16,8 +16,9 @@ class SearchFacts:
     seed: int | None = None
     polish_rounds: int = 0
     """Asked for, not run."""
-    weighting: Literal["elements", "layers"] = "elements"
-    """What a layer counts in the averages of `Assignment.bits`: its weight elements, or one."""
+    weighting: Literal["elements", "active", "layers"] = "elements"
+    """What a layer counts in the averages of `Assignment.bits`: its weight elements, those of them that a token meets,
+    or one."""
     choices: Literal["joint", "separate"] = "joint"
     """separate: weights and inputs of a unit chose their formats apart."""
     input_format: str | None = None

@@ -22,6 +22,7 @@ from dmx.formats import (
     get_block_format,
     get_format,
 )
+from dmx.models.experts import experts_path
 
 ScaleRules = Mapping[Operand, Mapping[str, ScaleRule]]
 """operand -> format name -> rule"""
@@ -43,7 +44,8 @@ FIELDS = (
     "search",
 )
 """Keys beside `schema`, in the order of the file."""
-OPTIONAL_FIELDS = ("input_amax", "weight_amax")
+_RANGES = ("input_amax", "weight_amax")
+OPTIONAL_FIELDS = (*_RANGES, "experts", "expert_tokens")
 """Keys that stand there only where they say something, after the others."""
 ArtifactKind = Literal["transform", "weights"]
 ARTIFACTS: tuple[ArtifactKind, ...] = get_args(ArtifactKind)
@@ -203,13 +205,14 @@ def _check_parts(body: Mapping[str, Any]) -> None:
     for kind in ARTIFACTS:
         if body[kind] is not None and (why := _malformed(body[kind])):
             raise ValueError(f"{kind} is {body[kind]!r}: {why}")
-    for key in OPTIONAL_FIELDS:
+    for key in _RANGES:
         if (amax := body.get(key)) is not None:
             named = isinstance(amax, dict) and set(amax) <= set(body["formats"])
             if not named or not all(
                 type(v) in (int, float) and 0 <= v < 1e39 for v in amax.values()
             ):
                 raise ValueError(f"{key} must be null or give layers of formats a number >= 0")
+    _check_experts(body)
     left = body["unquantized"]
     if not all(isinstance(layer, str) for layer in left):
         raise ValueError("unquantized must hold layer names")
@@ -232,6 +235,28 @@ def _check_parts(body: Mapping[str, Any]) -> None:
         most = 16 if unit in BIT_UNITS else 64
         if type(stated) not in (int, float) or not 0 < stated <= most:
             raise ValueError(f"bits.{unit} is {stated!r}")
+
+
+def _check_experts(body: Mapping[str, Any]) -> None:
+    tokens = body.get("expert_tokens")
+    if tokens is not None and not (
+        isinstance(tokens, dict)
+        and all(isinstance(counts, list) for counts in tokens.values())
+        and all(type(n) is int and n >= 0 for counts in tokens.values() for n in counts)
+    ):
+        raise ValueError("expert_tokens must be null or give experts a list of counts >= 0")
+    if (experts := body.get("experts")) is None:
+        return
+    shapes = body["shapes"]
+    if not isinstance(experts, dict) or not set(experts) <= {*shapes, *body["unquantized"]}:
+        raise ValueError("experts must be null or give layers the number of their experts")
+    for layer, count in experts.items():
+        rows = shapes.get(layer, [0])[0]
+        if type(count) is not int or count < 1 or rows % count or experts_path(layer) is None:
+            raise ValueError(
+                f"experts of {layer} is {count!r}, expected a divisor of its {rows} rows, and a name as "
+                "model.layers.0.mlp.experts.down_proj"
+            )
 
 
 def _arguments(body: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A *unit* is the layers that share one choice: a fused group (q/k/v, gate/up: what vLLM can run) or
 one layer. A `SearchSpace` is the units of a model with their candidate formats, smallest first. A
 choice is an index into the candidates for each unit; its average is weighted by the weight
-elements of the quantized layers (or by layers alike). Layers in BF16, lm_head, embeddings and
+elements of the quantized layers, by those that a token meets (*active*: of experts, that of all experts times
+experts per token over experts), or by layers alike. Layers in BF16, lm_head, embeddings and
 norms are outside the average; layers fixed to a block format are inside it, as a constant.
 
 With separate choices a unit sets the format of the weights or of the inputs alone, and both count in
@@ -17,9 +18,9 @@ count in the average.
 
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -38,10 +39,13 @@ from dmx.formats import (
     check_choice,
     get_format,
 )
+from dmx.models.experts import active_factors, experts_path, of_all_experts
 from dmx.models.linears import fused_group, linear_layers, match_layers, own_elements
 
 Units = Literal["fused", "layer"]
-Weighting = Literal["elements", "layers"]
+Weighting = Literal["elements", "active", "layers"]
+ExpertUnits = Literal["block", "each"]
+"""Whether the experts of a block share their choices."""
 Choices = Literal["joint", "separate"]
 """Whether one choice sets the formats of a unit's weights and inputs, or one for each."""
 
@@ -79,6 +83,9 @@ class SearchSpace:
     """Parameters of the whole model, shared ones once."""
     input_format: Format | None = None
     """Of every input, those of fixed layers included; None: units set the formats of inputs, too."""
+    factors: Mapping[str, int] = field(default_factory=dict)
+    """layer name -> what each of its elements counts in the average, in one unit for all layers; 1 where nothing is
+    said."""
     own_elements: Mapping[str, int] = field(default_factory=dict)
     """Weight elements that each searched layer has for itself: 0 where another layer counts them."""
     input_amax: Mapping[str, float] | None = None
@@ -104,7 +111,10 @@ class SearchSpace:
     def _fixed_weights(self) -> dict[str, int]:
         counted = len(OPERANDS) if self.is_separate else 1
         layers = self.weighting == "layers"
-        return {k: counted * (1 if layers else n) for k, n in self.fixed_elements.items()}
+        return {
+            k: counted * (1 if layers else n * self.factors.get(k, 1))
+            for k, n in self.fixed_elements.items()
+        }
 
     @cached_property
     def total_weight(self) -> float:
@@ -126,7 +136,12 @@ class SearchSpace:
     def _cost(self, of: Unit, block_format: Format, unit: BitUnit) -> float:
         by_layers = self.weighting == "layers"
         return sum(
-            self._weighted(layer, block_format, 1 if by_layers else self._own(layer), unit)
+            self._weighted(
+                layer,
+                block_format,
+                1 if by_layers else self._own(layer) * self.factors.get(layer, 1),
+                unit,
+            )
             for layer in of.layers
         )
 
@@ -249,6 +264,8 @@ def build_space(
     formats: Sequence[Format],
     *,
     units: Units = "fused",
+    experts: ExpertUnits = "block",
+    joins_experts: bool = False,
     exclude: Sequence[str] = (),
     fixed: Mapping[str, str] | None = None,
     include_lm_head: bool = False,
@@ -262,6 +279,9 @@ def build_space(
     Args:
         choices: separate makes two units, `name:weight` and `name:input`, of each.
         input_format: of every input; units are then `name:weight` alone.
+        experts: block: those of a block share one choice for the layers that read the block's input, and one for
+            those after them.
+        joins_experts: and these two are one.
         exclude: globs of layers that stay in BF16.
         fixed: glob -> format of layers that are not searched; the first match counts.
         kept: layers that stay in BF16 whatever the settings: no token runs them, the target's runtime builds them
@@ -273,6 +293,7 @@ def build_space(
     """
     check_choice(units, get_args(Units), "search.units")
     check_choice(weighting, get_args(Weighting), "search.weighting")
+    check_choice(experts, get_args(ExpertUnits), "search.experts")
     check_choice(choices, get_args(Choices), "search.choices")
     linears = linear_layers(model)
     names = list(linears)
@@ -303,7 +324,9 @@ def build_space(
             "Loosen search.exclude or search.fixed, or choose another model."
         )
 
-    built = _joint_units(linears, searched, units, weighting)
+    factors = active_factors(model, linears) if weighting == "active" else {}
+    group = partial(_group, units=units, experts=experts, joins_experts=joins_experts)
+    built = _joint_units(linears, searched, group, weighting, factors)
     if choices == "separate" or input_format is not None:
         operands = OPERANDS if input_format is None else OPERANDS[:1]
         built = [
@@ -327,6 +350,7 @@ def build_space(
         if input_format is None
         else get_format(input_format, setting="search.input_format"),
         own_elements={n: sizes[n] for n in searched},
+        factors=factors,
     )
 
 
@@ -342,25 +366,39 @@ def _check_fixed(fixed_by: Mapping[str, str], kept: Collection[str]) -> None:
             )
 
 
+def _group(layer: str, *, units: Units, experts: ExpertUnits, joins_experts: bool) -> str:
+    """Name of the group that a layer shares its choice with; its own where it is alone."""
+    if experts == "block" and (path := experts_path(layer)) is not None:
+        if joins_experts:
+            return path
+        layer = of_all_experts(layer)
+    return fused_group(layer) if units == "fused" else layer
+
+
 def _joint_units(
-    linears: Mapping[str, nn.Linear], searched: Sequence[str], units: Units, weighting: Weighting
+    linears: Mapping[str, nn.Linear],
+    searched: Sequence[str],
+    group_of: Callable[[str], str],
+    weighting: Weighting,
+    factors: Mapping[str, int],
 ) -> list[Unit]:
     # Layers that share one weight must share one choice, and the weight counts once.
     owner: dict[int, str] = {}
     groups: dict[str, list[str]] = {}
     for name in searched:
-        group = fused_group(name) if units == "fused" else name
+        group = group_of(name)
         group = owner.setdefault(id(linears[name].weight), group)
         groups.setdefault(group, []).append(name)
     built = []
     for group, members in groups.items():
-        size = sum(own_elements(linears, members).values())
+        own = own_elements(linears, members)
+        size = sum(n * factors.get(name, 1) for name, n in own.items())
         built.append(
             Unit(
                 name=group if len(members) > 1 else members[0],
                 layers=tuple(members),
-                elements=size,
-                weight=size if weighting == "elements" else len(members),
+                elements=sum(own.values()),
+                weight=len(members) if weighting == "layers" else size,
             )
         )
     return built

@@ -4,13 +4,14 @@ A *target* is a file layout, a *loader* is a program that reads it. A layer in B
 out of the quantization of any target, so `bf16` is no format that a target must hold.
 
 vLLM runs q/k/v and gate/up as one matrix product each, so every layer of such a group needs one
-format.
+format; and all experts of a block as one layer, which needs one format for all their projections.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dmx.formats import BLOCK_FORMATS
+from dmx.models.experts import experts_path
 from dmx.models.linears import fused_group
 
 _VLLM_FORMATS = frozenset({"mxfp4", "mxfp8_e4m3"})
@@ -240,7 +241,7 @@ TARGETS: dict[str, Target] = {
 
 def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) -> list[str]:
     """Fused groups whose layers differ in format, as `parent.{q_proj,k_proj,v_proj}`, in layer
-    order. A group that is quantized in part is split, too.
+    order; the experts of a block, by their path, are such a group. A group that is quantized in part is split, too.
 
     Args:
         formats: layer name -> block format name.
@@ -249,7 +250,8 @@ def split_groups(formats: Mapping[str, str], unquantized: Iterable[str] = ()) ->
     whole = {**dict.fromkeys(unquantized, "bf16"), **formats}
     formats_of: dict[str, set[str]] = {}
     for layer, block_format in whole.items():
-        formats_of.setdefault(fused_group(layer), set()).add(block_format)
+        group = experts_path(layer) or fused_group(layer)
+        formats_of.setdefault(group, set()).add(block_format)
     return [group for group, members in formats_of.items() if len(members) > 1]
 
 

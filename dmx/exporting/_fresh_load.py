@@ -93,7 +93,52 @@ def dequantized(folder: Path) -> dict[str, Tensor]:
     return state | files
 
 
-def load_dequantized(folder: Path, attention: str | None) -> tuple[Any, dict[str, Any]]:
+def decompressed(folder: Path) -> dict[str, Tensor]:
+    """State dict in bf16 of a folder of compressed-tensors, layer by layer by its own decompressors.
+
+    transformers itself reads one format for all experts of a model, if that."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    files: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        files |= load_file(path)
+    for group in QuantizationConfig.model_validate(config).config_groups.values():
+        compressor = BaseCompressor.get_value_from_registry(group.format or config["format"])
+        for layer in group.targets:
+            own = {name for name in files if name.rpartition(".")[0] == layer}
+            tensors = {name.rpartition(".")[2]: files.pop(name) for name in own}
+            files[f"{layer}.weight"] = compressor.decompress(tensors, group)["weight"].bfloat16()
+    return files
+
+
+def with_stacked_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict with `...experts.7.gate_proj.weight` and the like as 3-D parameters."""
+    ends = {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
+    blocks: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name in [name for name in state if ".experts." in name]:
+        path, _, rest = name.rpartition(".experts.")
+        expert, _, kind = rest.partition(".")
+        if kind in ends:
+            blocks.setdefault(f"{path}.experts", {})[int(expert), kind] = state.pop(name)
+    for path, parts in blocks.items():
+        each = range(1 + max(expert for expert, _ in parts))
+        gate, up, down = (
+            torch.stack([parts[e, f"{kind}_proj.weight"] for e in each])
+            for kind in ("gate", "up", "down")
+        )
+        state |= {f"{path}.gate_up_proj": torch.cat([gate, up], 1), f"{path}.down_proj": down}
+    return state
+
+
+READERS = {"modelopt": dequantized, "experts": decompressed}
+"""What reads a folder that transformers does not load as it is."""
+
+
+def load_dequantized(
+    folder: Path, attention: str | None, reader: str
+) -> tuple[Any, dict[str, Any]]:
     """A model of weights that were dequantized, and what was missing or unexpected."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -101,7 +146,10 @@ def load_dequantized(folder: Path, attention: str | None) -> tuple[Any, dict[str
     del config.quantization_config
     options = {} if attention is None else {"attn_implementation": attention}
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
-    info = model.load_state_dict(dequantized(folder), strict=False)
+    state = READERS[reader](folder)
+    if any(name.endswith(".experts.gate_up_proj") for name in model.state_dict()):
+        state = with_stacked_experts(state)
+    info = model.load_state_dict(state, strict=False)
     model.tie_weights()
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     return model, {
@@ -115,8 +163,8 @@ def load(job: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     folder = Path(job["folder"])
-    if job["reader"] == "modelopt":
-        return load_dequantized(folder, job["attention"])
+    if job["reader"] in READERS:
+        return load_dequantized(folder, job["attention"], job["reader"])
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.bfloat16,

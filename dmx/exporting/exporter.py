@@ -18,7 +18,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
-from dmx.exporting.plan import Plan, check_biases, make_plan
+from dmx.exporting.plan import Plan, check_biases, check_verifiable, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
 from dmx.exporting.tensors import is_head_apart, other_modules, plan_tensors
@@ -127,10 +127,12 @@ def check_model(plan: Plan, model: nn.Module, folder: str | Path) -> None:
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     check_whole(model)
     plan.assignment.check(model)
-    check_biases(plan, model)
-    if plan.layout is not None:
-        check_finite_weights(model)
-        check_disk_space(Path(folder).parent, plan_tensors(model, plan).parts)
+    check_verifiable(plan, model)
+    with plan.assignment.linear_experts(model):
+        check_biases(plan, model)
+        if plan.layout is not None:
+            check_finite_weights(model)
+            check_disk_space(Path(folder).parent, plan_tensors(model, plan).parts)
 
 
 def write_plan(
@@ -146,10 +148,16 @@ def write_plan(
     folder = Path(folder).absolute()
     check_new(folder)
     plan = plan.for_model(model)
+    for layer, stored in plan.stacked.items():
+        stored.check(model.get_parameter(layer).flatten(0, 1), layer)
     result = Exported(folder, plan.target, plan.profile, plan.inputs, input_rule=plan.input_rule)
     transform = Transform() if plan.layout is None else Transform.of(plan.assignment)
     quantized = plan.assignment.transformed
-    with new_folder(folder) as scratch, transformed(model, transform, quantized):
+    with (
+        new_folder(folder) as scratch,
+        plan.assignment.linear_experts(model),
+        transformed(model, transform, quantized),
+    ):
         if plan.layout is None:
             _write_names(plan, scratch)
             return result

@@ -116,8 +116,9 @@ def load_exported(
         {names[name]: tensor for name, tensor in _tensors(folder) if name in names} if names else {}
     )
     transform = read_transform(body["quantization_config"], matrices, assignment.quantized)
-    stored, input_amax = _fill(model, folder, layout, assignment, transform, set(names))
-    assignment = transform.attach(assignment, model)
+    with assignment.linear_experts(model):
+        stored, input_amax = _fill(model, folder, layout, assignment, transform, set(names))
+        assignment = transform.attach(assignment, model)
     if input_amax and assignment.input_amax is None:
         assignment = replace(assignment, input_amax=input_amax)
     if stored:

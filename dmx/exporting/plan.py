@@ -6,11 +6,12 @@ It is made and checked once, from the assignment alone; the tensors of a model a
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
+from dmx.applying.splitting import split_assignment
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
@@ -20,6 +21,7 @@ from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, lef
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
 from dmx.formats import BF16, check_choice
+from dmx.models.experts import experts_modules, experts_path
 from dmx.models.linears import fused_group
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 
@@ -54,6 +56,8 @@ class Plan:
     """That the runtime does to inputs; None: none."""
     stored: Mapping[str, StoredWeight]
     """Weights that are written as the assignment keeps them; others are rounded to nearest."""
+    stacked: Mapping[str, StoredWeight] = field(default_factory=dict)
+    """Of experts that the given assignment names as one, whose parts are in `stored`."""
 
     def for_model(self, model: nn.Module) -> "Plan":
         """With what depends on the weights: scales that the runtime has one of for a fused group.
@@ -77,6 +81,16 @@ class Plan:
         )
         shared = share_scales(model, self.assignment, per_tensor=holds.per_tensor)
         return replace(self, assignment=shared, layers=layers_of(shared, inputs=self.inputs))
+
+    def stacked_layers(self, model: nn.Module) -> list[str]:
+        """The quantized layers that a model of transformers keeps in 3-D parameters."""
+        paths = set(experts_modules(model))
+        return [layer for layer in self.layers if experts_path(layer) in paths]
+
+    def reader(self, model: nn.Module) -> str:
+        """What the fresh process loads the files with; see `dmx.exporting._fresh_load`."""
+        assert self.layout is not None
+        return "experts" if self.stacked_layers(model) else self.layout.reader
 
     @property
     def transform(self) -> str:
@@ -106,6 +120,13 @@ def make_plan(
             package that is not installed.
     """
     check_choice(target, EXPORT_TARGETS, "target")
+    given, stacked = assignment, {}
+    if target != "assignment":
+        check_experts(assignment, target)
+        assignment = split_assignment(assignment)
+    if given.experts and target in LAYOUTS:
+        whole = stored_weights(given)
+        stacked = {layer: whole[layer] for layer in given.experts if layer in whole}
     profile = _choose_profile(assignment, target, profile, inputs)
     _check_transform(assignment, target, profile)
     layout = LAYOUTS.get(target)
@@ -136,7 +157,40 @@ def make_plan(
         kept=tuple(left_in_bf16(assignment)),
         rotation=Transform.of(assignment) if layout and _is_rotated(assignment) else None,
         stored={} if layout is None else stored_weights(assignment),
+        stacked=stacked,
     )
+
+
+HOLD_EXPERTS = ("assignment", "compressed_tensors", "quark")
+
+
+def check_experts(assignment: Assignment, target: str) -> None:
+    """Raise FormatError where it is not known how a target names experts, or that they run."""
+    experts = [layer for layer in assignment.quantized if experts_path(layer) is not None]
+    if not experts:
+        return
+    if target not in HOLD_EXPERTS:
+        raise FormatError(
+            f"target={target}: how it holds quantized experts is not known here ({len(experts)} layers, first "
+            f"{experts[0]}). Targets that hold them: {', '.join(HOLD_EXPERTS)}. Or search again with "
+            "search.exclude=['*.experts.*']."
+        )
+    if target in LAYOUTS and _is_rotated(assignment):
+        raise FormatError(
+            f"target={target} cannot rotate the inputs of experts at run time, first {experts[0]}. Use "
+            "target=assignment, or search again with search.transform=none."
+        )
+
+
+def check_verifiable(plan: Plan, model: nn.Module) -> None:
+    """Raise FormatError where no fresh process can load the experts that are quantized."""
+    experts = plan.stacked_layers(model) if plan.layout is not None and plan.verify else []
+    if experts and plan.target == "quark":
+        raise FormatError(
+            f"target=quark, verify=true: amd-quark loads no quantized experts into transformers ({len(experts)} layers, "
+            f"first {experts[0]}), and nothing else there reads its files. Set verify=false: names and bytes are compared "
+            "with the plan all the same, and dmx.load_exported reads the folder. Or use target=compressed_tensors."
+        )
 
 
 def _warn_of_inputs(assignment: Assignment) -> None:

@@ -10,6 +10,7 @@ Source: amd-quark 0.13, `QConfig.from_dict`, `QParamsLinear`; vLLM 0.33, `ocp_mx
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, describe_rules
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, BlockFormat, ScaleRule
+from dmx.models.experts import experts_path
 
 VERSION = "0.13"
 DTYPES = {
@@ -96,6 +98,16 @@ def _layer_config(layer: LayerPlan) -> dict[str, Any]:
     return config
 
 
+def _experts_as_one(layers: Layers) -> dict[str, LayerPlan]:
+    """path -> how all experts of a block are stored, where that is one way: engines ask for the path."""
+    blocks: dict[str, list[LayerPlan]] = {}
+    for name, layer in layers.items():
+        if (path := experts_path(name)) is not None:
+            blocks.setdefault(path, []).append(layer)
+    alike = {path: [replace(one, shape=(0, 0)) for one in each] for path, each in blocks.items()}
+    return {path: each[0] for path, each in alike.items() if all(one == each[0] for one in each)}
+
+
 def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": "quark",
@@ -107,7 +119,10 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
         "kv_cache_post_rope": False,
         "global_quant_config": dict(_UNQUANTIZED),
         "layer_type_quant_config": {},
-        "layer_quant_config": {name: _layer_config(layer) for name, layer in layers.items()},
+        "layer_quant_config": {
+            name: _layer_config(layer)
+            for name, layer in {**layers, **_experts_as_one(layers)}.items()
+        },
         "exclude": list(kept),
         "export": {
             "kv_cache_group": [],

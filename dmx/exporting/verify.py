@@ -129,7 +129,7 @@ def check_loading(
     layout = plan.layout
     assert layout is not None
     assignment = replace(plan.assignment, transform=None)
-    inputs = plan.inputs and layout.reader == "transformers"
+    inputs = plan.inputs and plan.reader(model) == "transformers"
     may_differ = layout.may_differ if plan.rotation is None else ROTATED_MAY_DIFFER
     if tokens is None:
         tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
@@ -138,15 +138,13 @@ def check_loading(
         with applied(reference, assignment, inputs=inputs, cache_weights=True):
             ours = _fresh_load.rows_of(reference, tokens, KEPT_ROWS)
     attention = getattr(model.config, "_attn_implementation", None)
-    theirs, report = _load_elsewhere(
-        folder, layout, tokens, device, attention, rotates=plan.rotation is not None
-    )
+    theirs, report = _load_elsewhere(folder, plan, plan.reader(model), tokens, device, attention)
     if report["problems"]:
         raise RunError(
             f"{folder}: transformers loaded it with {report['problems']}. The export is wrong; "
             "please report it."
         )
-    result = _compare(ours, theirs, report, layout, tokens)
+    result = _compare(ours, theirs, report, _in_words(layout, plan.reader(model)), tokens)
     if may_differ:
         rotated = f", with inputs rotated as its {KEY} says" if plan.rotation else ""
         if not inputs and result.relative_error > may_differ:
@@ -168,7 +166,7 @@ def _compare(
     ours: dict[str, Tensor],
     theirs: dict[str, Tensor],
     report: dict[str, Any],
-    layout: Layout,
+    loader: str,
     tokens: Tensor,
 ) -> Verification:
     largest = kl = wrong = norm = 0.0
@@ -183,9 +181,7 @@ def _compare(
         kl += float((p.exp() * (p - q)).sum())
         count += len(a)
     return Verification(
-        loader=" + ".join(("transformers", *layout.packages))
-        if layout.reader == "transformers"
-        else f"transformers, weights dequantized by {layout.reader}'s formulas, inputs left alone",
+        loader=loader,
         versions=report["versions"],
         tokens=tokens.numel(),
         equal=torch.equal(ours["logits"], theirs["logits"])
@@ -199,15 +195,23 @@ def _compare(
     )
 
 
+def _in_words(layout: Layout, reader: str) -> str:
+    """What loads the files."""
+    if reader == "transformers":
+        return " + ".join(("transformers", *layout.packages))
+    whose = {"modelopt": "modelopt's formulas", "experts": "compressed-tensors' own decompressors"}
+    return f"transformers, weights dequantized by {whose[reader]}, inputs left alone"
+
+
 def _load_elsewhere(
     folder: Path,
-    layout: Layout,
+    plan: Plan,
+    reader: str,
     tokens: Tensor,
     device: str,
     attention: str | None,
-    *,
-    rotates: bool,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    assert plan.layout is not None
     with tempfile.TemporaryDirectory() as scratch:
         job_file, out = Path(scratch, "job.json"), Path(scratch, "out.safetensors")
         save_file({"tokens": tokens.contiguous()}, str(Path(scratch, "tokens.safetensors")))
@@ -218,9 +222,9 @@ def _load_elsewhere(
             "threads": torch.get_num_threads(),
             "attention": attention,
             "kept": KEPT_ROWS,
-            "rotates": rotates,
-            "reader": layout.reader,
-            "packages": layout.packages,
+            "rotates": plan.rotation is not None,
+            "reader": reader,
+            "packages": plan.layout.packages,
             "out": str(out),
         }
         job_file.write_text(json.dumps(job))
@@ -229,7 +233,7 @@ def _load_elsewhere(
         failure = _run(command, scratch)
         if failure is not None:
             raise RunError(
-                f"{folder}: transformers with {', '.join(layout.packages)} cannot load it in a "
+                f"{folder}: transformers with {', '.join(plan.layout.packages)} cannot load it in a "
                 f"fresh process:\n{failure.strip()[-2000:]}"
             )
         return load_file(str(out)), json.loads(Path(f"{out}.json").read_text())

@@ -8,6 +8,7 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.models.backbone import outermost_lists, text_backbone
+from dmx.models.experts import KNOWN_EXPERTS
 from dmx.models.linears import linear_layers, plain_name
 
 UNSEARCHED_SHARE = 0.01
@@ -92,11 +93,11 @@ def _sharded(name: str) -> ModelError:
 def _check_blocks(model: nn.Module, name: str) -> None:
     for path, block in _blocks(model):
         searched = _parameter_ids(block, nn.Linear)
-        embeddings = _parameter_ids(block, nn.Embedding)
+        aside = _parameter_ids(block, nn.Embedding) | _router_ids(block)
         sizes = {
             key: parameter.numel()
             for key, parameter in block.named_parameters()
-            if id(parameter) not in embeddings
+            if id(parameter) not in aside
         }
         outside = {
             key: n for key, n in sizes.items() if id(block.get_parameter(key)) not in searched
@@ -109,8 +110,24 @@ def _check_blocks(model: nn.Module, name: str) -> None:
             raise ModelError(
                 f"{name}: {share:.1%} of the parameters of {path or 'the model'} lie outside "
                 f"nn.Linear (largest: {shown}), at most {UNSEARCHED_SHARE:.0%} is allowed. They "
-                "would stay in full precision. Set allow_unsearched=true to search the rest."
+                f"would stay in full precision.{_of_experts(block)} Set allow_unsearched=true to search the rest."
             )
+
+
+def _of_experts(block: nn.Module) -> str:
+    """What to say of experts that are not known here; nothing where there are none."""
+    kinds = sorted(
+        {type(m).__name__ for m in block.modules() if type(m).__name__.endswith("Experts")}
+    )
+    if not kinds:
+        return ""
+    return f" Experts are searched of {', '.join(KNOWN_EXPERTS)}; these are {', '.join(kinds)}."
+
+
+def _router_ids(block: nn.Module) -> set[int]:
+    """Parameters of the modules that choose experts: they stay in full precision whatever is searched."""
+    routers = [m for m in block.modules() if type(m).__name__.endswith("Router")]
+    return {id(p) for router in routers for p in router.parameters()}
 
 
 def _parameter_ids(block: nn.Module, kind: type[nn.Module]) -> set[int]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import ModelError
 
-TINY_ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")
+TINY_ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3", "qwen3_moe")
 END_OF_TEXT = "<|endoftext|>"
 
 
@@ -24,9 +24,13 @@ class TinyConfig:
     """
 
     architecture: str = "llama"
-    """llama, smollm2, qwen2, qwen3."""
+    """llama, smollm2, qwen2, qwen3, qwen3_moe."""
     hidden_size: int = 64
     intermediate_size: int = 128
+    """Of qwen3_moe, of each expert."""
+    experts: int = 8
+    """Of each block of qwen3_moe; the others have none."""
+    experts_per_token: int = 2
     layers: int = 2
     heads: int = 4
     kv_heads: int = 2
@@ -48,6 +52,11 @@ class TinyConfig:
             raise ModelError(
                 f"model.tiny.architecture={self.architecture!r} is unknown. "
                 f"Known: {', '.join(TINY_ARCHITECTURES)}."
+            )
+        if not 1 <= self.experts_per_token <= self.experts:
+            raise ModelError(
+                f"model.tiny.experts_per_token={self.experts_per_token} must lie in 1 to "
+                f"experts={self.experts}."
             )
         if self.vocab_size < 257:
             raise ModelError(
@@ -103,6 +112,12 @@ def tiny_model_config(tiny: TinyConfig) -> Any:
         "smollm2": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
+    }
+    mixture = {
+        "num_experts": tiny.experts,
+        "num_experts_per_tok": tiny.experts_per_token,
+        "moe_intermediate_size": tiny.intermediate_size,
     }
     return classes[tiny.architecture](
         vocab_size=tiny.vocab_size,
@@ -117,6 +132,7 @@ def tiny_model_config(tiny: TinyConfig) -> Any:
         bos_token_id=256,
         eos_token_id=256,
         pad_token_id=None,
+        **(mixture if tiny.architecture == "qwen3_moe" else {}),
     )
 
 

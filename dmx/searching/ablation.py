@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dmx.assignment.space import SearchSpace
 from dmx.formats import Format
+from dmx.models.experts import linear_experts
 from dmx.models.running import model_logits
 from dmx.progress import progress
 from dmx.searching.bank import Bank, searching_model
@@ -39,6 +40,7 @@ def unit_ablation(
         (u, step) for u, index in enumerate(choice) for step in (-1, 1) if 0 <= index + step <= top
     ]
     with (
+        linear_experts(model, config.experts_form),
         searching_model(model, space, config.format_family, config.scale_rules.by_format()) as bank,
         progress("ablation", len(batches) * (len(changes) + 1)) as advance,
     ):

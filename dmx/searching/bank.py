@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.assignment.file import ScaleRules
@@ -25,6 +24,7 @@ from dmx.formats import (
     ScaleRule,
 )
 from dmx.kernels import ops
+from dmx.models.products import Groups, groups_of, product, product_by_input, product_by_weight
 from dmx.models.running import evaluating
 from dmx.models.swap import adopt, other_layers
 from dmx.numerics import continuous_parameters
@@ -116,6 +116,7 @@ class _SoftLinear(torch.autograd.Function):
             gradient passes straight through.
         place: where the gradient by the weight is added, straight through; None: nowhere.
         amax: of the input, as of `Bank.quantized`.
+        groups: of the rows of x, as of `product`.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
@@ -134,8 +135,9 @@ class _SoftLinear(torch.autograd.Function):
         matrix: Tensor | None,
         place: Tensor | None,
         amax: float | None,
+        groups: Groups | None,
     ) -> Tensor:
-        ctx.amax = amax
+        ctx.amax, ctx.groups = amax, groups
         is_searched = isinstance(input_parameters, Tensor)
         ctx.save_for_backward(
             x, weight, parameters, input_parameters if is_searched else None, matrix
@@ -145,10 +147,11 @@ class _SoftLinear(torch.autograd.Function):
         ctx.place = place
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
-        return F.linear(
+        return product(
             _soft_input(x, input_parameters, amax),
             ops.continuous_fake_quant(weight, parameters),
             bias,
+            groups,
         )
 
     @staticmethod
@@ -159,18 +162,18 @@ class _SoftLinear(torch.autograd.Function):
         if is_rotated:
             rotated_x, rotated_weight = rotate(x, matrix), rotate(weight, matrix)
         grad = grads[0]
-        flat_grad = grad.reshape(-1, grad.shape[-1])
         quantized_x = _soft_input(rotated_x, ctx.fixed or input_parameters, ctx.amax)
-        product = flat_grad.t() @ quantized_x.reshape(-1, x.shape[-1])
+        by_quantized = product_by_weight(grad, quantized_x, ctx.groups)
         if ctx.place is not None:
-            ctx.place.add_(product)
+            ctx.place.add_(by_quantized)
         grad_weight, by_weight = ops.continuous_fake_quant_backward(
-            product,
+            by_quantized,
             rotated_weight,
             parameters,
             needs_grad_x=is_rotated,
         )
-        grad_input = grad @ ops.continuous_fake_quant(rotated_weight, parameters)
+        quantized_weight = ops.continuous_fake_quant(rotated_weight, parameters)
+        grad_input = product_by_input(grad, quantized_weight, ctx.groups)
         grad_x: Tensor | None = grad_input
         by_input: Tensor | None = None
         if ctx.fixed is None:
@@ -189,7 +192,7 @@ class _SoftLinear(torch.autograd.Function):
         if ctx.is_joint:
             assert by_input is not None
             by_weight, by_input = by_weight + by_input, None
-        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None, None
+        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None, None, None
 
 
 def _soft_input(
@@ -268,6 +271,7 @@ class SearchLinear(BankLinear):
                 self.matrix(),
                 place,
                 self.input_amax,
+                groups_of(self),
             )
             return result
         x, weight = self.operands(x)
@@ -276,7 +280,7 @@ class SearchLinear(BankLinear):
                 self._quantized(x, self.input_unit, "input"),
                 self._quantized(weight, self.weight_unit, "weight"),
             )
-        return F.linear(x, weight, self.bias)
+        return product(x, weight, self.bias, groups_of(self))
 
     def _quantized(self, x: Tensor, unit: int | None, operand: Operand) -> Tensor:
         if unit is None:
@@ -294,7 +298,7 @@ class FixedLinear(BankLinear):
         x, weight = self.operands(x)
         if self.bank.mode not in ("full", "units"):
             x, weight = self._quantized(x, "input"), self._quantized(weight, "weight")
-        return F.linear(x, weight, self.bias)
+        return product(x, weight, self.bias, groups_of(self))
 
     def _quantized(self, x: Tensor, operand: Operand) -> Tensor:
         """Straight through: the quantized value, the gradient of x."""

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig, rules_of
-from dmx.assignment.space import Choices, Units, Weighting
+from dmx.assignment.space import Choices, ExpertUnits, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS, Loader
 from dmx.errors import DataError, DmxError, FormatError
 from dmx.formats import (
@@ -26,6 +26,7 @@ from dmx.formats import (
     get_format,
     soft_path,
 )
+from dmx.models.experts import Form
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
 SEARCHES = (
@@ -190,8 +191,11 @@ class SearchSettings:
     input_format: str | None = None
     """A format, or bf16, of every input of the assigned layers; units then choose the format of their
     weights alone, and the budget counts weights alone. null: inputs are chosen, too (`choices`)."""
+    experts: ExpertUnits = "block"
+    """block: all experts of a block share one choice for gate/up and one for down. each: every expert chooses."""
     weighting: Weighting = "elements"
-    """What the average counts: weight elements, or every layer as one."""
+    """What the average counts: weight elements; active: those of them that a token meets, an expert's with experts per
+    token over experts; or every layer as one."""
     exclude: list[str] = field(default_factory=list)
     """Globs of layers that stay in BF16."""
     fixed: dict[str, str] = field(default_factory=dict)
@@ -229,6 +233,7 @@ class SearchSettings:
         check_choice(self.name, SEARCHES, "search.name")
         self.family = get_family(self.family).setting  # a list with a name is that name
         check_choice(self.units, get_args(Units), "search.units")
+        check_choice(self.experts, get_args(ExpertUnits), "search.experts")
         check_choice(self.choices, get_args(Choices), "search.choices")
         check_choice(self.weighting, get_args(Weighting), "search.weighting")
         check_choice(self.objective, OBJECTIVES, "search.objective")
@@ -247,6 +252,11 @@ class SearchSettings:
         self.scale_rules.check_used({o: self.formats_of(o) for o in OPERANDS})
         self._check_transform()
         self._check_target()
+
+    @property
+    def experts_form(self) -> Form:
+        """How experts that lie in 3-D parameters become linear layers."""
+        return "stacked" if self.experts == "block" else "split"
 
     def formats_of(self, operand: Operand) -> tuple[Format, ...]:
         """What an operand may be in: candidates, fixed formats, or the one of all inputs."""
@@ -289,6 +299,11 @@ class SearchSettings:
             raise FormatError(
                 f"search.target={self.target} needs search.units=fused: its runtime runs q/k/v and "
                 "gate/up as one product each."
+            )
+        if target.needs_fused_units and self.experts != "block":
+            raise FormatError(
+                f"search.target={self.target} needs search.experts=block: its runtime runs all experts of a block as one "
+                "product, in one format."
             )
         refused = [
             f.name

@@ -30,6 +30,7 @@ from dmx.errors import ModelError
 from dmx.files import write_atomic, write_text
 from dmx.kernels.ops import actual_backend
 from dmx.models.checkpointing import checkpointing
+from dmx.models.experts import has_linear_experts
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import GraphedStep
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
@@ -218,6 +219,8 @@ class DifferentiableSearch:
             obstacle = "the reference of the straight line, nvfp4 and fp8 reads on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):
             obstacle = "the model's attention is not purely causal sdpa"
+        elif has_linear_experts(self.model):
+            obstacle = "which rows experts are given changes from batch to batch"
         if asked == "on" and obstacle:
             raise SearchConfigError(
                 f"search.descent.cuda_graph=on: {obstacle}. Use search.descent.cuda_graph=off."

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
-from dmx.applying.sharing import share_scales
+from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import SearchFacts
@@ -25,6 +25,7 @@ from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
 from dmx.models.backbone import text_config, unreached_layers, unread_layers
+from dmx.models.experts import expert_tokens, experts_path, linear_experts
 from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
 from dmx.models.in_files import float32_layers
@@ -48,6 +49,8 @@ from dmx.searching.transforming import (
 )
 from dmx.transforms.stage import Transform, transformed
 
+FEW_TOKENS = 64
+"""Tokens below which what was measured of one expert says little of it."""
 UNREACHED_FILE = "unreached.json"
 """Of a search's folder: the layers that no calibration token runs."""
 
@@ -67,6 +70,13 @@ def search_space(
     """
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
+    with linear_experts(model, config.experts_form):
+        return _search_space(model, config, unreached)
+
+
+def _search_space(
+    model: nn.Module, config: SearchSettings, unreached: Collection[str] | None
+) -> SearchSpace:
     check_searchable(model, allow_unsearched=config.allow_unsearched)
     kept = {*float32_layers(model)} | {*(unread_layers(model) if unreached is None else unreached)}
     if config.target != "any":
@@ -76,6 +86,8 @@ def search_space(
         model,
         config.format_family.formats,
         units=config.units,
+        experts=config.experts,
+        joins_experts=config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units,
         exclude=config.exclude,
         fixed=config.fixed,
         include_lm_head=config.include_lm_head,
@@ -148,7 +160,22 @@ def search(
     """
     _check_types(budget, config)
     model = plain_model(model)
+    if is_applied(model):
+        raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     _check_weights(model)
+    with linear_experts(model, config.experts_form):
+        return _search(model, batches, budget, config, folder, score_folder)
+
+
+def _search(
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    budget: Budget,
+    config: SearchConfig,
+    folder: str | Path | None,
+    score_folder: str | Path | None,
+) -> SearchResult:
+    """`search` of a model whose experts are linear layers."""
     space = search_space(model, config)
     space.check_budget(budget)
     _warn_of_architecture(model, config)
@@ -160,7 +187,8 @@ def search(
         # An unwritable folder must show now, not after the first checkpoint's worth of steps.
         write_text(where / ".writable", "").unlink(missing_ok=True)
     found = _Unreached(model, listed, where)
-    unreached = found.layers
+    _warn_of_rare_experts(found.expert_tokens, config)
+    unreached = _alone(found.layers, model, config)
     if unreached or unread_layers(model):
         space = search_space(model, config, unreached=unreached)
         _warn_of_unreached(unreached, space, config)
@@ -190,8 +218,10 @@ def search(
         search=config.summary(),
     )
     assignment = outcome.transform.attach(assignment, model)
+    assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
     if config.target != "any" and SEARCH_TARGETS[config.target].shares_scales:
         assignment = share_scales(model, assignment)
+    assignment = state_scales_of_experts(model, assignment)
     return SearchResult(
         assignment=assignment,
         units=tuple(u.name for u in space.units),
@@ -377,23 +407,40 @@ class _Unreached:
     def __init__(self, model: nn.Module, batches: list[Tensor], folder: Path | None) -> None:
         self.path = None if folder is None else folder / UNREACHED_FILE
         self.of = {"layers": list(linear_layers(model)), "batches": batches_sha256(batches)}
+        self.expert_tokens: dict[str, list[int]]
         known = self._known()
-        self.layers = unreached_layers(model, batches) if known is None else known
+        if known is None:
+            self.layers = unreached_layers(model, batches)
+            self.expert_tokens = expert_tokens(model, batches)
+        else:
+            self.layers, self.expert_tokens = known
 
-    def _known(self) -> list[str] | None:
+    def _known(self) -> tuple[list[str], dict[str, list[int]]] | None:
         if self.path is None:
             return None
         try:
             kept = read_json(self.path)
         except (OSError, ValueError):  # not there or damaged: found again
             return None
-        known = kept.pop("unreached", None) if isinstance(kept, dict) else None
-        return known if isinstance(known, list) and kept == self.of else None
+        if not isinstance(kept, dict):
+            return None
+        known, tokens = kept.pop("unreached", None), kept.pop("expert_tokens", {})
+        is_whole = isinstance(known, list) and isinstance(tokens, dict) and kept == self.of
+        return (known, tokens) if is_whole else None
 
     def keep(self) -> None:
         """For a search that has ended; one that failed leaves nothing."""
         if self.path is not None and own_rank() == 0:
-            write_json(self.path, {**self.of, "unreached": self.layers})
+            tokens = {"expert_tokens": self.expert_tokens} if self.expert_tokens else {}
+            write_json(self.path, {**self.of, "unreached": self.layers, **tokens})
+
+
+def _alone(unreached: Sequence[str], model: nn.Module, config: SearchSettings) -> list[str]:
+    """Layers that no token runs, but for experts that share their choice with others that some run."""
+    if config.experts == "each":
+        return list(unreached)
+    reached = {experts_path(name) for name in linear_layers(model) if name not in set(unreached)}
+    return [name for name in unreached if experts_path(name) not in reached - {None}]
 
 
 def _warn_of_unreached(
@@ -406,6 +453,24 @@ def _warn_of_unreached(
             f"{len(silent)} of {len(space.shapes) + len(space.unquantized)} linear layers are run by no "
             f"calibration token and stay in BF16, outside the budget: first {', '.join(silent[:3])}.",
             stacklevel=3,
+        )
+
+
+def _warn_of_rare_experts(tokens: Mapping[str, Sequence[int]], config: SearchSettings) -> None:
+    """Name the experts of whom too few tokens say something, where each has a choice of its own."""
+    rare = {
+        f"{path}.{expert}": count
+        for path, counts in tokens.items()
+        for expert, count in enumerate(counts)
+        if 0 < count < FEW_TOKENS
+    }
+    if rare and config.experts == "each":
+        first, count = min(rare.items(), key=lambda item: item[1])
+        warnings.warn(
+            f"{len(rare)} of {sum(map(len, tokens.values()))} experts are given fewer than {FEW_TOKENS} calibration "
+            f"tokens, fewest {first} ({count}): a low score says that the text does not need them, not that they bear "
+            "fewer bits. Give more text (calibration.batches), or use search.experts=block.",
+            stacklevel=4,
         )
 
 
@@ -437,11 +502,15 @@ def uniform_assignment(
     model: nn.Module, block_format: BlockFormat, config: SearchSettings
 ) -> Assignment:
     """Every searched layer in one format, whatever the family of the config, with its transform."""
-    space = search_space(model, replace(config, choices="joint"))
-    alone = replace(space, formats=(block_format,))
-    choice = np.zeros(len(space.units), dtype=np.int64)
-    facts = SearchFacts(name="uniform", seed=config.seed)
-    made = make_assignment(
-        alone, choice, model, scale_rules=config.scale_rules.by_format(), search=facts
-    )
-    return asked_transform(config, alone).attach(made, model)
+    with linear_experts(model, config.experts_form):
+        space = search_space(model, replace(config, choices="joint"))
+        alone = replace(space, formats=(block_format,))
+        choice = np.zeros(len(space.units), dtype=np.int64)
+        facts = SearchFacts(name="uniform", seed=config.seed)
+        made = make_assignment(
+            alone, choice, model, scale_rules=config.scale_rules.by_format(), search=facts
+        )
+        made = asked_transform(config, alone).attach(made, model)
+        if any(p.is_meta for p in model.parameters()):
+            return made
+        return state_scales_of_experts(model, made)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.assignment.rules import rule_of
@@ -27,6 +26,7 @@ from dmx.kernels import ops
 from dmx.kernels.losses import Divergence, cross_entropy
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.linears import linear_layers
+from dmx.models.products import Groups, groups_of, product
 from dmx.models.running import model_logits, quick_attention
 from dmx.processes import Processes
 from dmx.progress import progress
@@ -203,7 +203,10 @@ class Scan:
         def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
             x, _ = layer.operands(inputs[0].detach())
             if output.requires_grad:
-                output.register_hook(lambda grad: _add_fisher(layer, x, grad, formats, totals))
+                groups = groups_of(layer)
+                output.register_hook(
+                    lambda grad: _add_fisher(layer, x, grad, groups, formats, totals)
+                )
 
         for module in self.model.modules():
             if isinstance(module, SearchLinear):
@@ -248,17 +251,19 @@ def _add_fisher(
     layer: SearchLinear,
     x: Tensor,
     grad: Tensor,
+    groups: Groups | None,
     formats: list[Format],
     totals: Tensor,
 ) -> None:
-    exact = F.linear(x, layer.weight)
+    exact = product(x, layer.weight, None, groups)
     sides: tuple[tuple[Tensor, int | None, Operand], ...] = (
         (x, layer.input_unit, "input"), (layer.weight, layer.weight_unit, "weight")
     )  # fmt: skip
     for unit in sorted({unit for _, unit, _ in sides if unit is not None}):
         for column, block_format in enumerate(formats):
-            operands = (
+            a, b = (
                 layer.quantized(t, block_format, operand) if own == unit else t
                 for t, own, operand in sides
             )
-            ops.add_fisher(grad, exact, F.linear(*operands), totals[unit, column])
+            changed = product(a, b, None, groups)
+            ops.add_fisher(grad, exact, changed, totals[unit, column])

@@ -12,11 +12,11 @@ arXiv 2509.23202.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
+from dmx.models.products import groups_of, product
 from dmx.models.swap import adopt
 from dmx.transforms.hadamard import hadamard_matrix
 
@@ -88,4 +88,4 @@ class RotatedLinear(nn.Linear):
         return layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.input_transform(x), self.weight, self.bias)
+        return product(self.input_transform(x), self.weight, self.bias, groups_of(self))

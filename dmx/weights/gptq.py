@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from dmx.applying.apply import apply, restore
 from dmx.applying.linear import QuantLinear, quantized_layers
-from dmx.applying.stored import StoredWeight, from_tensors, to_bytes, to_tensors
+from dmx.applying.splitting import joined_weights, split_assignment
+from dmx.applying.stored import StoredWeight, from_tensors, stored_weights, to_bytes, to_tensors
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError
@@ -238,6 +239,8 @@ def gptq(
             "that the search left."
         )
     listed = list_batches(batches, model)
+    if assignment.experts:  # each expert has inputs of its own
+        return _expert_by_expert(model, assignment, listed, damping, inputs, correct_inputs, folder)
     facts = {
         "name": "gptq",
         "damping": damping,
@@ -264,6 +267,32 @@ def gptq(
             restore(model)
     in_order = {name: rounded[name] for name in assignment.formats if name in rounded}
     return assignment.with_artifact("weights", to_bytes(in_order, fingerprint), facts)
+
+
+def _expert_by_expert(
+    model: nn.Module,
+    assignment: Assignment,
+    batches: list[Tensor],
+    damping: float,
+    inputs: bool,
+    correct_inputs: bool,
+    folder: str | Path | None,
+) -> Assignment:
+    """`gptq` of an assignment that names experts as one: their weights are rounded one by one and joined."""
+    rounded = gptq(
+        model,
+        split_assignment(assignment),
+        batches,
+        damping=damping,
+        inputs=inputs,
+        correct_inputs=correct_inputs,
+        folder=folder,
+    )
+    weights = joined_weights(model, assignment, stored_weights(rounded))
+    assert rounded.weights is not None
+    facts = {k: v for k, v in rounded.weights.items() if k not in ("file", "sha256")}
+    fingerprint = weights_fingerprint(model, assignment, facts)
+    return assignment.with_artifact("weights", to_bytes(weights, fingerprint), facts)
 
 
 def _check_no_shared_weights(model: nn.Module) -> None:

@@ -38,6 +38,7 @@ from dmx.errors import AssignmentError, ModelError, RunError
 from dmx.files import write_text
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
+from dmx.models.experts import has_linear_experts
 from dmx.models.finite import check_finite_weights
 from dmx.models.graph import GraphedStep
 from dmx.models.linears import linear_layers, plain_model
@@ -139,6 +140,8 @@ class _Learning:
             obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
         elif not self.is_causal:
             obstacle = "the model's attention is not purely causal sdpa"
+        elif has_linear_experts(self.model):
+            obstacle = "which rows experts are given changes from batch to batch"
         if asked == "on" and obstacle:
             raise RunError(f"learn.cuda_graph=on: {obstacle}. Use learn.cuda_graph=off.")
         return asked != "off" and not obstacle
@@ -348,6 +351,7 @@ def learn_weights(
         torch.autocast(device.type, enabled=False),
         ExitStack() as stage,
     ):
+        stage.enter_context(assignment.linear_experts(model))
         weights, rotations = _prepare(model, assignment, stage)
         samples = {name: sample_of(weight) for name, weight in weights.items()}
         is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
@@ -448,7 +452,8 @@ def _check(model: nn.Module, assignment: Assignment) -> None:
     check_searchable(model, allow_unsearched=True)
     check_finite_weights(model)
     assignment.check(model)
-    linears = linear_layers(model)
+    with assignment.linear_experts(model):
+        linears = linear_layers(model)
     for name in assignment.quantized:
         if (dtype := linears[name].weight.dtype) not in INPUT_DTYPES:
             raise ModelError(

@@ -16,7 +16,6 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmx.applying.apply import block_quantizer
@@ -25,6 +24,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule
 from dmx.kernels import ops
+from dmx.models.products import Groups, groups_of, product, product_by_input, product_by_weight
 from dmx.models.swap import adopt, other_layers
 from dmx.transforms.block import BlockRotation
 
@@ -151,22 +151,32 @@ class Masters(FlatWeights):
 
 
 class _Product(torch.autograd.Function):
-    """F.linear whose gradient by the weight is added to a place of its own."""
+    """`product` whose gradient by the weight is added to a place of its own."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gradient: Tensor,
+        groups: Groups | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gradient = gradient
-        return F.linear(x, weight, bias)
+        ctx.gradient, ctx.groups = gradient, groups
+        return product(x, weight, bias, groups)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        flat = grads[0].reshape(-1, grads[0].shape[-1])
-        ctx.gradient.addmm_(flat.t(), x.reshape(-1, x.shape[-1]))
-        return (grads[0] @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        if ctx.groups is None:
+            flat = grads[0].reshape(-1, grads[0].shape[-1])
+            ctx.gradient.addmm_(flat.t(), x.reshape(-1, x.shape[-1]))
+        else:
+            ctx.gradient.add_(product_by_weight(grads[0], x, ctx.groups))
+        needed = ctx.needs_input_grad[0]
+        by_input = product_by_input(grads[0], weight, ctx.groups) if needed else None
+        return by_input, None, None, None, None
 
 
 class Bank:
@@ -216,9 +226,11 @@ class LearningLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bank.is_full:
-            return F.linear(x, self.weight, self.bias)
+            return product(x, self.weight, self.bias, groups_of(self))
         seen = self.bank.input(x, self.rotation, self.input_quantizer)
-        result: Tensor = _Product.apply(seen, self.quantized, self.bias, self.place)
+        result: Tensor = _Product.apply(
+            seen, self.quantized, self.bias, self.place, groups_of(self)
+        )
         return result
 
 

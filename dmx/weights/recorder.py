@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmx.applying.linear import QuantLinear
 from dmx.formats import BlockFormat
+from dmx.models.experts import experts_path
 from dmx.processes import Processes
 
 
@@ -70,7 +71,8 @@ class Stage:
 
 def stages_of(part: dict[str, QuantLinear], run: Callable[[], object]) -> list[Stage]:
     """Layers by the input that they share, in the order in which they run; layers that did not
-    run on this batch, as experts may, come last."""
+    run on this batch come last. Experts of a block do not wait for each other: their layers of a kind are one stage,
+    those included that no token of this batch reaches."""
     order: list[tuple[str, Tensor]] = []
     handles = [
         layer.register_forward_pre_hook(lambda _m, args, n=name: order.append((n, args[0])))
@@ -87,8 +89,22 @@ def stages_of(part: dict[str, QuantLinear], run: Callable[[], object]) -> list[S
     idle = [name for name in part if name not in {n for n, _ in order}]
     if len(order) + len(idle) > len(part):  # a layer that runs twice has no one place
         return [Stage(list(part), shares_input=False)]
-    shared = [Stage(names, shares_input=True) for names in stages.values()]
-    return [*shared, *([Stage(idle, shares_input=False)] if idle else [])]
+    together: dict[Any, list[str]] = {}
+    for key, names in stages.items():
+        kind = _kind_of_expert(names[0])
+        together.setdefault(key if kind is None else kind, []).extend(names)
+    for kind in [key for key in together if not isinstance(key, int)]:
+        # In the order of the model: processes see experts run in different ones.
+        together[kind] = [name for name in part if _kind_of_expert(name) == kind]
+    idle = [name for name in idle if _kind_of_expert(name) not in together]
+    made = [Stage(names, shares_input=isinstance(key, int)) for key, names in together.items()]
+    return [*made, *([Stage(idle, shares_input=False)] if idle else [])]
+
+
+def _kind_of_expert(layer: str) -> tuple[str, bool] | None:
+    """Of an expert's layer: the experts that it is one of, and whether it is the last of its own."""
+    path = experts_path(layer)
+    return None if path is None else (path, layer.endswith(("down_proj", ".w2")))
 
 
 def record(

@@ -27,7 +27,7 @@ USUAL = Method(quantized="W+A", family=USUAL_FAMILY, units="layer")
 """Of the fields that a table's title names, what goes without saying."""
 FINEST = ("family", "scale_rules", "transform", "weights", "stage")
 """Of these fields, tables that differ in nothing else stand beside each other."""
-_SHARED = ("weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
+_SHARED = ("experts", "weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
 """Settings that heuristics have too; the others, but for the polish, belong to dMX alone."""
 DESCENT = "descent."
 """What names of a descent's settings are shown without: nothing else has such names."""

@@ -320,6 +320,8 @@ class Row(Measured):
     safety: Mapping[str, Any] | None
     """The net's report."""
     reasons: Mapping[str, str] = field(default_factory=dict)
+    expert_tokens: Mapping[str, tuple[int, ...]] | None = None
+    """path of the experts of a block -> calibration tokens that each was given; None: no experts, or not counted."""
 
     @property
     def label(self) -> str:

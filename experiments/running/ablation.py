@@ -6,6 +6,7 @@ from rich.table import Table
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError
 from dmx.files import write_json
+from dmx.models.experts import linear_experts
 from dmx.searching import SearchSettings, search_space, seeing_inputs
 from dmx.searching.ablation import unit_ablation
 from dmx.transforms.stage import Transform, transformed
@@ -37,7 +38,10 @@ def print_ablation(
             "Set them as they were when it was searched."
         ) from error
     batches = bench.batches(0)[: search.score_batches]
-    with transformed(bench.model, Transform.of(assignment), assignment.transformed):
+    with (
+        linear_experts(bench.model, search.experts_form),
+        transformed(bench.model, Transform.of(assignment), assignment.transformed),
+    ):
         space = seeing_inputs(bench.model, space, batches)
         rows = unit_ablation(bench.model, batches, space, choice, search)
     write_json(bench.run.path("ablation.json"), rows)

@@ -197,7 +197,13 @@ def make_row(
         weights=None if assignment is None else _facts(assignment.weights),
         safety=safety,
         reasons=reasons,
+        expert_tokens=_tokens_of(assignment),
     )
+
+
+def _tokens_of(assignment: Assignment | None) -> dict[str, tuple[int, ...]] | None:
+    counted = None if assignment is None else assignment.expert_tokens
+    return None if counted is None else {path: tuple(counts) for path, counts in counted.items()}
 
 
 def _facts(stage: Mapping[str, Any] | None) -> dict[str, Any] | None:

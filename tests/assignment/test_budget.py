@@ -363,7 +363,7 @@ def test_patterns_that_leave_nothing_or_match_nothing_are_refused(options, words
         ({"fixed": {"*.fc": "mxfp5"}}, r"search\.fixed='mxfp5' is no block format.*Did you mean"),
         ({"choices": "apart"}, r"search\.choices='apart'.*joint, separate"),
         ({"units": "fuse"}, r"search\.units='fuse'.*Did you mean 'fused'.*fused, layer"),
-        ({"weighting": "bytes"}, r"search\.weighting='bytes'.*elements, layers"),
+        ({"weighting": "bytes"}, r"search\.weighting='bytes'.*elements, active, layers"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(options, words):
