@@ -1,7 +1,7 @@
 """The README.md of an exported folder: what it holds, how to load it, what was and was not checked."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,6 +131,29 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
     return f"Weights {made} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
 
 
+_NAMED = 4
+"""Tensors that the card names; dmx_export.json has all."""
+
+
+def _left_out_text(names: Sequence[str], heads: Mapping[str, int]) -> list[str]:
+    """What the source has and the files do not: tensors, and heads that its config announces."""
+    lines = []
+    if names:
+        more = f" and {len(names) - _NAMED} more (`dmx_export.json`)" if len(names) > _NAMED else ""
+        shown = ", ".join(f"`{name}`" for name in names[:_NAMED])
+        lines.append(
+            f"**Not in these files**: {len(names)} tensors of the source that transformers' model has no place for: "
+            f"{shown}{more}."
+        )
+    if heads:
+        said = ", ".join(f"`{key}` {count}" for key, count in heads.items())
+        lines.append(
+            f"The source's config announces heads of multi-token prediction ({said}); the files hold none, and their "
+            "config says 0: no speculative decoding with them."
+        )
+    return [line for text in lines for line in ("", text)]
+
+
 def _how_to_load(plan: Plan) -> list[str]:
     assert plan.layout is not None
     if plan.rotation is not None or plan.layout.reader != "transformers":
@@ -174,6 +197,7 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
             "The source ties the head to the embedding; here the head is quantized and the "
             "embedding is not, so both are stored and `tie_word_embeddings` is false.",
         ]
+    lines += _left_out_text(facts["left_out"], facts["further_heads"])
     lines += [
         "",
         "## How to load it",

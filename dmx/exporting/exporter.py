@@ -7,6 +7,7 @@ a folder that exists is whole. Weights are quantized from bf16, one layer in mem
 import json
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,10 @@ def export(
     check_model(
         plan, meta_model(ModelConfig(id=model)) if isinstance(model, str) else model, folder
     )
+    left_out: tuple[str, ...] = ()
     if isinstance(model, str):
         loaded = load_model(ModelConfig(id=model))
-        model, tokenizer = loaded.model, tokenizer or loaded.tokenizer
+        model, tokenizer, left_out = loaded.model, tokenizer or loaded.tokenizer, loaded.left_out
     return write_plan(
         plan,
         model,
@@ -106,6 +108,7 @@ def export(
         tokenizer=tokenizer,
         tokens=tokens,
         max_shard_bytes=max_shard_bytes,
+        left_out=left_out,
     )
 
 
@@ -143,8 +146,13 @@ def write_plan(
     tokenizer: Any = None,
     tokens: Tensor | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    left_out: Sequence[str] = (),
 ) -> Exported:
-    """Write what was planned and checked; arguments and errors are those of `export`."""
+    """Write what was planned and checked; arguments and errors are those of `export`.
+
+    Args:
+        left_out: tensors of the model's own files that it has no place for; the card names them.
+    """
     folder = Path(folder).absolute()
     check_new(folder)
     plan = plan.for_model(model)
@@ -171,6 +179,7 @@ def write_plan(
         verification = check_loading(scratch, plan, model, tokens=tokens) if plan.verify else None
         result = replace(result, bytes=sizes, verification=verification)
         facts = _facts(plan, result, is_head_apart(model, plan))
+        facts |= {"left_out": list(left_out), "further_heads": _further_heads(model)}
         write_json(scratch / FACTS_FILE, facts)
         write_text(scratch / "README.md", model_card(plan, facts))
     return result
@@ -206,8 +215,15 @@ def _write_config(model: Any, folder: Path, quantization: dict[str, Any], apart:
     config["architectures"] = [type(model).__name__]
     config["dtype"] = "bfloat16"
     config["quantization_config"] = quantization
-    for part in (config, config.get("text_config") or {}):
-        _say_dropped_heads(model, part)
+    for key, count in _further_heads(model).items():
+        warnings.warn(
+            f"the config announces {key}={count}, and the model holds no such heads (multi-token prediction): the "
+            "files have none, and their config says 0.",
+            stacklevel=4,
+        )
+        for part in (config, config.get("text_config") or {}):
+            if key in part:
+                part[key] = 0
     if apart:
         config["tie_word_embeddings"] = False
     write_json(folder / "config.json", config)
@@ -215,17 +231,13 @@ def _write_config(model: Any, folder: Path, quantization: dict[str, Any], apart:
         model.generation_config.save_pretrained(folder)
 
 
-def _say_dropped_heads(model: nn.Module, config: dict[str, Any]) -> None:
-    """Heads that predict further tokens are no part of the model here, so the files hold none: set to 0, and said."""
+def _further_heads(model: Any) -> dict[str, int]:
+    """Heads that predict further tokens, which the config announces and the model does not hold: key -> how many."""
     if any("mtp" in name or "nextn" in name for name, _ in model.named_modules()):
-        return
-    for key in (key for key in FURTHER_HEADS if config.get(key)):
-        warnings.warn(
-            f"the config announces {key}={config[key]}, and the model holds no such heads (multi-token prediction): "
-            "the files have none, and their config says 0.",
-            stacklevel=4,
-        )
-        config[key] = 0
+        return {}
+    config = model.config.to_dict()
+    parts = (config, config.get("text_config") or {})
+    return {key: part[key] for part in parts for key in FURTHER_HEADS if part.get(key)}
 
 
 def _copy_side_files(model: Any, folder: Path) -> None:

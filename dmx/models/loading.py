@@ -39,6 +39,8 @@ class LoadedModel:
     tokenizer: Any
     provenance: dict[str, str | None]
     """id, revision, dtype, architecture_sha256, note."""
+    left_out: tuple[str, ...] = ()
+    """Tensors of its files that the model has no place for: heads that predict further tokens, and the like."""
 
 
 def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> LoadedModel:
@@ -48,6 +50,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         ModelError: the model is not there, not allowed, not whole, not finite, or not a causal language model.
     """
     dtype = dtype_of(config.dtype, device)
+    left_out: tuple[str, ...] = ()
     if config.tiny is not None:
         model = make_tiny(config.tiny, attn_implementation=config.attn_implementation)
         tokenizer = byte_tokenizer()
@@ -56,7 +59,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         where = locate(config)
         with _quiet_transformers(), read_once():
             model_config = _read_config(config, where)
-            model = _read_weights(config, where, model_config, dtype)
+            model, left_out = _read_weights(config, where, model_config, dtype)
             tokenizer = _read_tokenizer(config, where)
         revision = revision_of(where)
     provenance = {
@@ -76,7 +79,7 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
         check_finite_weights(model)
     except ModelError as error:
         raise ModelError(f"model.id={config.id}: {error}") from error
-    return LoadedModel(model.to(device).eval(), tokenizer, provenance)
+    return LoadedModel(model.to(device).eval(), tokenizer, provenance, left_out)
 
 
 def meta_model(config: ModelConfig) -> Any:
@@ -124,7 +127,10 @@ def _from_config(config: ModelConfig, model_config: Any) -> Any:
         raise ModelError(f"model.id={config.id}: transformers cannot make it: {error}") from error
 
 
-def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: torch.dtype) -> Any:
+def _read_weights(
+    config: ModelConfig, where: Where, model_config: Any, dtype: torch.dtype
+) -> tuple[Any, tuple[str, ...]]:
+    """The model, and tensors of its files that it has no place for."""
     import transformers
 
     check_not_quantized(model_config, config.id)
@@ -162,7 +168,7 @@ def _read_weights(config: ModelConfig, where: Where, model_config: Any, dtype: t
     # dequantized weights are plain ones: say so, or saving the model would claim otherwise
     if config.gguf_file is not None and hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    return model
+    return model, tuple(left_out)
 
 
 @contextlib.contextmanager

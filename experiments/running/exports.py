@@ -129,6 +129,7 @@ class Export:
         shard = int(self.max_shard_gigabytes * 1e9)
         done = write_plan(
             plan, loaded.model, target, tokenizer=loaded.tokenizer, tokens=windows, max_shard_bytes=shard,
+            left_out=loaded.left_out,
         )  # fmt: skip
         assignment = plan.assignment
         # After the export, so that one that fails leaves a folder which a corrected command may use.

@@ -374,13 +374,21 @@ def test_also_those_that_its_models_say_nothing_of(tmp_path, monkeypatch):
 
 
 def test_an_export_says_which_heads_it_has_not_and_takes_side_files_along(tmp_path):
-    folder = edited(tmp_path / "m", {"num_nextn_predict_layers": 1})
+    tensors = {f"mtp.layers.{i}.proj.weight": torch.zeros(8, 8) for i in range(5)}
+    folder = edited(tmp_path / "m", {"num_nextn_predict_layers": 1}, tensors)
     for name in ("preprocessor_config.json", "LICENSE", "modeling_own.py"):
         (folder / name).write_text("{}")
-    model = load_model(ModelConfig(id=str(folder), dtype="float32")).model
-    found = searched(model, family="mxfp8_mxfp4")
+    with pytest.warns(UserWarning, match="5 tensors of its files have no place"):
+        loaded = load_model(ModelConfig(id=str(folder), dtype="float32"))
+    assert loaded.left_out == tuple(tensors)
+    found = searched(loaded.model, family="mxfp8_mxfp4")
     with pytest.warns(UserWarning, match="num_nextn_predict_layers=1"):
-        dmx.export(model, found, tmp_path / "x", target="compressed_tensors", verify=False)
+        dmx.export(str(folder), found, tmp_path / "x", target="compressed_tensors", verify=False)
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert "5 tensors of the source" in card and "`mtp.layers.0.proj.weight`" in card
+    assert "and 1 more" in card and "`num_nextn_predict_layers` 1" in card
+    facts = json.loads((tmp_path / "x" / "dmx_export.json").read_text())
+    assert facts["left_out"] == list(tensors)
     assert json.loads((tmp_path / "x" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     for name in ("preprocessor_config.json", "LICENSE", "modeling_own.py"):
         assert (tmp_path / "x" / name).read_text() == "{}"
