@@ -213,7 +213,7 @@ TARGETS: dict[str, Target] = {
                 needs_fused_units=True,
                 shares_scales=True,
                 per_tensor=True,
-                notes=("never run from these folders",),
+                notes=("run on a CPU alone" if name == "vLLM" else "never run from these folders",),
                 unquantized=VLLM_UNQUANTIZED if name == "vLLM" else (),
             )
             for name, requires in (

@@ -50,12 +50,15 @@ class Case:
     weights: str = "nearest"
     """nearest, gptq, learned; the last for a few steps."""
     transform: str | None = None
-    """Of inputs, at run time: hadamard_block, or learned, with drawn rotations."""
+    """Of inputs, at run time: hadamard_block, hadamard_selected, of every second input, or learned, with drawn
+    rotations."""
+    static_inputs: bool = False
+    """Inputs in fp8 have one scale, measured."""
     architecture: str = "llama"
     """Of the tiny model."""
 
 
-CT, QUARK = "compressed_tensors", "quark"
+CT, QUARK, MODELOPT = "compressed_tensors", "quark", "modelopt_checkpoint"
 CASES = {
     "ct4_w": Case((MXFP4,), CT),
     "ct8_w": Case((MXFP8_E4M3,), CT),
@@ -65,12 +68,15 @@ CASES = {
     "ct48_learned_w": Case(FOUR_EIGHT, CT, weights="learned"),
     "ct48_hadamard_w": Case(FOUR_EIGHT, CT, transform="hadamard_block"),
     "ct48_hadamard_wa": Case(FOUR_EIGHT, CT, inputs=True, transform="hadamard_block"),
+    "ct48_hadamard_selected_w": Case(FOUR_EIGHT, CT, transform="hadamard_selected"),
     "ct48_rotated_w": Case(FOUR_EIGHT, CT, transform="learned"),
     "nvfp4_fp8_w": Case((NVFP4, FP8), CT),
     "nvfp4_fp8_wa": Case((NVFP4, FP8), CT, inputs=True),
     "nvfp4_mxfp4_w": Case((NVFP4, MXFP4), CT),
     "fp8_w": Case((FP8,), CT),
     "fp8_wa": Case((FP8,), CT, inputs=True),
+    "fp8_static_wa": Case((FP8,), CT, inputs=True, static_inputs=True),
+    "modelopt_nvfp4_fp8_wa": Case((NVFP4, FP8), MODELOPT, inputs=True, static_inputs=True),
     "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
     "quark46_wa": Case((MXFP4, MXFP6_E2M3), QUARK, inputs=True),
     "ct48_w_qwen2": Case(FOUR_EIGHT, CT, architecture="qwen2"),  # biases
@@ -88,10 +94,12 @@ def in_turn(model: nn.Module, formats: Iterable[BlockFormat]) -> Assignment:
 
 
 def transform_of(name: str, assignment: Assignment) -> Transform:
-    """Every input rotated, by a matrix of its own where they are learned."""
+    """Every input rotated, by a matrix of its own where they are learned; every second where they are selected."""
+    inputs = list(dict.fromkeys(map(fused_group, assignment.quantized)))
+    if name == "hadamard_selected":
+        return Transform(name, inputs=frozenset(inputs[::2]))
     if name != "learned":
         return Transform(name)
-    inputs = list(dict.fromkeys(map(fused_group, assignment.quantized)))
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(32, 32, generator=generator, dtype=torch.float64) for _ in inputs]
     return Transform(
@@ -108,9 +116,9 @@ def assigned(case: Case, model: nn.Module, vocabulary: int) -> Assignment:
     if case.transform is not None:
         assignment = transform_of(case.transform, assignment).attach(assignment, model)
     if NVFP4 in case.formats:
-        assignment = dmx.share_scales(model, assignment)
-    if NVFP4 in case.formats and case.inputs:
-        assignment = dmx.calibrate_inputs(model, assignment, batches)
+        assignment = dmx.share_scales(model, assignment, per_tensor=case.target == MODELOPT)
+    if case.inputs:
+        assignment = dmx.calibrate_inputs(model, assignment, batches, static=case.static_inputs)
     if case.weights == "gptq":
         return dmx.gptq(model, assignment, batches)
     if case.weights == "learned":

@@ -3,14 +3,14 @@
     MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below
     MXFP8; NVFP4 with inputs quantized                    vLLM's emulation classes, which it offers on cards alone
     rotations of inputs (`transform_config`)              ours: Hadamard's; vLLM's own for matrices of the file
-    FP8 with inputs quantized                             vLLM's own
+    FP8 with inputs quantized                             vLLM's own; static ones beside scales of rows: ours, around it
 
 Loader, names, fused layers, choice of the scheme and the forward pass stay vLLM's. A weight is decoded once, at
 loading, to the dtype of the model. On a card none of this is used.
 
 Internal interfaces of vLLM 0.32: `register_linear_kernel`; for FP8 weights alone its table of kernels, for NVFP4
-weights alone the class that `init_nvfp4_linear_kernel` forces, whose name is replaced. And Quark's schemes may run in
-float32, as compressed-tensors' may: there sums in another order do not turn the rounding of inputs.
+weights alone the class that `init_nvfp4_linear_kernel` forces, whose name is replaced. And Quark's and ModelOpt's schemes may
+run in float32, as compressed-tensors' may: there sums in another order do not turn the rounding of inputs.
 """
 
 from typing import Any
@@ -28,6 +28,7 @@ from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (
     HadamardTransform,
 )
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms.interface import PlatformEnum
@@ -122,6 +123,20 @@ class Fp8WeightsAlone(_Decoded, FP8ScaledMMLinearKernel):
         raise AssertionError("apply_weights is replaced")
 
 
+class Fp8StaticInputs(kernels.ChannelWiseTorchFP8ScaledMMLinearKernel):
+    """vLLM's product for weights with a scale a row, which cuts the one scale of static inputs as if each token had its
+    own, and fails."""
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        if not config.activation_quant_key.scale.static:
+            return False, "inputs have a scale a token"
+        return super().can_implement(config)
+
+    def apply_scaled_mm(self, *, A: Tensor, As: Tensor, **operands: Any) -> Tensor:
+        return super().apply_scaled_mm(A=A, As=As.reshape(1, 1).expand(len(A), 1), **operands)
+
+
 def hadamard(x: Tensor, inplace: bool = True) -> Tensor:
     """Sylvester's along the last axis, over the root of its size: what vLLM has on cards alone."""
     matrix = torch.ones(1, 1)
@@ -148,8 +163,13 @@ def register(*, rounds_inputs: bool) -> None:
     ):
         kernels.register_linear_kernel(kernel, PlatformEnum.CPU, kind)
     kernels._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(Fp8WeightsAlone)
+    kernels._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, Fp8StaticInputs)
+    # It offers to take inputs that the activation before it quantized, by a kernel of cards.
+    per_tensor = kernels.PerTensorTorchFP8ScaledMMLinearKernel
+    per_tensor.input_quant_key = FP8ScaledMMLinearKernel.input_quant_key
     kernels.MarlinNvFp4LinearKernel = Nvfp4WeightsAlone
     custom_ops.hadacore_transform = hadamard
     HadamardTransform.cpu_linear = staticmethod(F.linear)  # vLLM forgets it there
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    QuarkConfig.get_supported_act_dtypes = lambda self: dtypes
+    for config in (QuarkConfig, ModelOptMixedPrecisionConfig):
+        config.get_supported_act_dtypes = lambda self: dtypes
