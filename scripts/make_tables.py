@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from dmx.errors import DmxError, RunError  # noqa: E402
 from experiments.reporting.groups import group_rows  # noqa: E402
-from experiments.reporting.pages import engines, net  # noqa: E402
+from experiments.reporting.pages import engines, humming, net  # noqa: E402
 from experiments.reporting.pages.compare import compare_page  # noqa: E402
 from experiments.reporting.pages.export import export_page  # noqa: E402
 from experiments.reporting.pages.index import index_page  # noqa: E402
@@ -96,7 +96,7 @@ def read_records() -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
     others: dict[str, dict[str, Any]] = {}
     for path in sorted(RECORDS.glob("*.json")):
         body = read_json(path, "make the record again, or delete it")
-        if body.get("schema") in (net.SCHEMA, LINEAR_SCHEMA, engines.SCHEMA):
+        if body.get("schema") in (net.SCHEMA, LINEAR_SCHEMA, engines.SCHEMA, humming.SCHEMA):
             others[path.stem] = body
         else:
             records[path.stem] = Record.load(path)
@@ -136,6 +136,9 @@ def outputs() -> Made:
         if body["schema"] == LINEAR_SCHEMA:
             with told_of(f"{RECORDS / name}.json"):
                 made[RESULTS / f"{name}.md"] = linear_page(name.replace("_", " "), body)
+        if body["schema"] == humming.SCHEMA:
+            with told_of(f"{RECORDS / name}.json"):
+                made[RESULTS / f"{name}.md"] = humming.humming_page(name.replace("_", " "), body)
     if served := {n: b for n, b in others.items() if b["schema"] == engines.SCHEMA}:
         with told_of(f"{RECORDS}, records of serve_check"):
             made[RESULTS / "engines.md"] = engines.engines_page(served)

@@ -6,11 +6,15 @@
 
     # on a card: an environment with vLLM for CUDA
     python -m scripts.serve_check outputs/vllm/model --python vllm-env/bin/python --device cuda --speed
+    python -m scripts.serve_check many/* --device cuda --at-once 6 --seconds 300 --json engines.json   # with --python
 
 Prints, for each folder, scheme and kernel that the engine chose, what it did with inputs, and how far each linear
 layer's output lies from dmx's on the same input; then the difference of the prompt's log-probabilities, perplexities, and
 with --speed tokens per second and bytes. Exit code 1 if a folder does not load or a layer differs by more than the
 tolerance.
+
+On a card every folder gets a process: --at-once many of them, and after them, one by one, those of --speed. The record is
+written after each; what --seconds cuts off says so, and the others are kept.
 
 On the CPU inner products that vLLM lacks there are ours or its emulation (`cpu_kernels`); loader, names, fusion,
 scheme and forward pass are vLLM's. On a card nothing is replaced.
@@ -21,10 +25,14 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +77,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON"
     )
+    parser.add_argument(
+        "--speed-options",
+        type=json.loads,
+        default={},
+        help="the same for --speed on a card alone, such as its compilation_config",
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="on a card: folders in the engine at once"
+    )
+    parser.add_argument("--seconds", type=float, help="on a card: what takes longer is cut off")
     parser.add_argument("--note", default="", help="kept in the record")
     parser.add_argument("--json", type=Path, help="write the record there")
     asked = parser.parse_args(arguments)
@@ -91,7 +109,7 @@ def engine_python(path: str) -> Path:
     return found
 
 
-LEAST = {"rows": 1, "window": 2, "prompt": 1, "prompts": 1, "new": 2}
+LEAST = {"rows": 1, "window": 2, "prompt": 1, "prompts": 1, "new": 2, "at_once": 1}
 """Of the numbers: a token has no log-probability without one before it, and decoding no speed without a second."""
 
 
@@ -113,12 +131,13 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
             )
     for name, least in LEAST.items():
         if (value := getattr(asked, name)) < least:
-            raise RunError(f"--{name} {value} must be at least {least}")
-    if not isinstance(asked.options, dict):
-        raise RunError(
-            f"--options {json.dumps(asked.options)} is no JSON object of arguments of vllm.LLM, such as "
-            '\'{"linear_backend": "marlin"}\''
-        )
+            raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    for name in ("options", "speed_options"):
+        if not isinstance(given := getattr(asked, name), dict):
+            raise RunError(
+                f"--{name.replace('_', '-')} {json.dumps(given)} is no JSON object of arguments of vllm.LLM, "
+                'such as \'{"linear_backend": "marlin"}\''
+            )
     if asked.json and asked.json.is_dir():
         raise RunError(f"--json {asked.json} is a folder: name a file")
 
@@ -157,7 +176,29 @@ def tokens_of(asked: argparse.Namespace, folders: Sequence[Path]) -> Tensor:
     return torch.tensor(ids[:needed]).view(asked.rows, asked.window)
 
 
-def jobs_of(asked: argparse.Namespace, folder: Path, scratch: Path, tokens: Path) -> list[dict]:
+@dataclass(frozen=True)
+class Job:
+    """What one process of the engine is asked for, in `file`, and where it leaves what it found."""
+
+    folder: Path
+    file: Path
+    out: Path
+    is_speed: bool
+
+    @property
+    def failure(self) -> Path:
+        return Path(f"{self.out}.txt")
+
+    def is_done(self) -> bool:
+        return Path(f"{self.out}.json").is_file() or self.failure.is_file()
+
+
+CACHE_BYTES = 1 << 30
+"""Of keys and values, where folders share a card: the prompts are short, and a share of what is free at the start would
+depend on the others."""
+
+
+def jobs_of(asked: argparse.Namespace, folder: Path, place: Path, tokens: Path) -> list[Job]:
     """On a card speed is measured apart, with graphs; operands are read without."""
     speed = {"prompt": asked.prompt, "prompts": asked.prompts, "new": asked.new}
     shared = {
@@ -165,52 +206,113 @@ def jobs_of(asked: argparse.Namespace, folder: Path, scratch: Path, tokens: Path
         "dtype": asked.dtype,
         "tokens": str(tokens),
         "rounds_inputs": bool(compare.facts_of(folder).get("inputs")),
-        "options": asked.options,
     }
+    sharing = {}
+    if asked.at_once > 1:
+        sharing = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": CACHE_BYTES}
     apart = asked.speed and asked.device == "cuda"
-    jobs = [{"hooks": True, "eager": True, "speed": speed if asked.speed and not apart else None}]
-    if apart:
-        jobs.append({"hooks": False, "eager": False, "speed": speed})
-    return [
-        {**shared, **job, "out": str(scratch / f"{folder.absolute().name}.{i}.safetensors")}
-        for i, job in enumerate(jobs)
+    bodies: list[dict[str, Any]] = [
+        {
+            "hooks": True,
+            "eager": True,
+            "speed": speed if asked.speed and not apart else None,
+            "options": sharing | asked.options,
+        }
     ]
+    if apart:
+        options = asked.options | asked.speed_options
+        bodies.append({"hooks": False, "eager": False, "speed": speed, "options": options})
+    jobs = []
+    for i, body in enumerate(bodies):
+        job = Job(folder, place / f"{i}.json", place / f"{i}.safetensors", is_speed=i > 0)
+        job.file.write_text(json.dumps({**shared, **body, "out": str(job.out)}))
+        jobs.append(job)
+    return jobs
 
 
 @contextlib.contextmanager
-def ran(asked: argparse.Namespace, folders: Sequence[Path], tokens: Tensor) -> Iterator[dict]:
-    """folder -> the files of its jobs, all of them run by one process of the engine's environment."""
-    python = engine_python(asked.python)
+def jobs_in_files(
+    asked: argparse.Namespace, folders: Sequence[Path], tokens: Tensor
+) -> Iterator[list[Job]]:
+    """Of all folders; their files go when the context ends."""
     with tempfile.TemporaryDirectory() as name:
-        scratch, files, outs = Path(name), [], {}
+        scratch = Path(name)
         save_file({"tokens": tokens.contiguous()}, str(scratch / "tokens.safetensors"))
+        jobs = []
         for number, folder in enumerate(folders):
             place = scratch / str(number)
             place.mkdir()
-            jobs = jobs_of(asked, folder, place, scratch / "tokens.safetensors")
-            for i, job in enumerate(jobs):
-                (place / f"{i}.json").write_text(json.dumps(job))
-                files.append(str(place / f"{i}.json"))
-            outs[folder] = [Path(job["out"]) for job in jobs]
-        calls = [files] if asked.device == "cpu" else [[file] for file in files]
-        for call in calls:
-            _run_worker(python, call, name)
-        yield outs
+            jobs += jobs_of(asked, folder, place, scratch / "tokens.safetensors")
+        yield jobs
 
 
-def _run_worker(python: Path, jobs: Sequence[str], folder: str) -> None:
+def ran(asked: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Job]:
+    """Jobs as they end. Speed comes last, one at a time.
+
+    Raises:
+        RunError: there is no engine, or, on the CPU, its process did not get as far as the first job.
+    """
+    python = engine_python(asked.python)
+    if asked.device == "cpu":
+        _run_worker(python, [str(job.file) for job in jobs], jobs[0].file.parent)
+        yield from jobs
+        return
+    deadline = time.monotonic() + asked.seconds if asked.seconds else None
+    run = _Apart(python, deadline, asked.seconds)
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        started = [pool.submit(run, job) for job in jobs if not job.is_speed]
+        for done in as_completed(started):
+            yield done.result()
+    for job in jobs:
+        if job.is_speed:
+            yield run(job)
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Runs a job in a process of its own, whose end, however it comes, is the job's and no other's."""
+
+    python: Path
+    deadline: float | None
+    seconds: float | None
+
+    def __call__(self, job: Job) -> Job:
+        left = None if self.deadline is None else self.deadline - time.monotonic()
+        if left is not None and left <= 0:
+            job.failure.write_text(f"not reached within --seconds {self.seconds:g}")
+            return job
+        try:
+            _run_worker(self.python, [str(job.file)], job.file.parent, left)
+        except subprocess.TimeoutExpired:
+            job.failure.write_text(f"cut off after --seconds {self.seconds:g}")
+        except RunError as error:
+            if not job.is_done():
+                job.failure.write_text(str(error))
+        return job
+
+
+def _run_worker(
+    python: Path, jobs: Sequence[str], folder: Path, seconds: float | None = None
+) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
-    done = subprocess.run(
+    with subprocess.Popen(
         [str(python), str(WORKER), *jobs],
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
         env=environment,
-        check=False,
-    )
-    if done.returncode:
-        raise RunError(f"{python} cannot run the engine:\n{done.stderr.strip()[-2000:]}")
+        start_new_session=True,
+    ) as process:
+        try:
+            said = process.communicate(timeout=seconds)[1]
+        except BaseException:  # an interrupt, too: what the engine started ends with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise RunError(f"{python} cannot run the engine:\n{said.strip()[-2000:]}")
 
 
 def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
@@ -223,21 +325,20 @@ def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
     return {}, "\n".join(lines[-2:])
 
 
-def row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Tensor) -> dict:
+def row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) -> dict:
     """What the record keeps of a folder; where dmx cannot read or compare it, why: the others are kept."""
     try:
-        return _row_of(asked, folder, outs, tokens)
+        return _row_of(asked, folder, out, tokens)
     except DmxError as error:
         return {"folder": str(folder), "failed": str(error)}
 
 
-def _row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: Tensor) -> dict:
-    reports = [report_of(out) for out in outs]
-    report, failure = reports[0]
+def _row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) -> dict:
+    report, failure = report_of(out)
     name = str(folder)
     if failure is not None:
         return {"folder": name, "failed": failure}
-    tensors = load_file(str(outs[0]))
+    tensors = load_file(str(out))
     dtype = getattr(torch, report["dtype"])
     loaded = compare.load_folder(folder, dtype, asked.device)
     layers = compare.compare_layers(loaded, tensors, report["fused"])
@@ -248,7 +349,6 @@ def _row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: T
     theirs = tensors["log_probabilities"]
     ours = compare.log_probabilities(loaded.model, tokens)
     compare.check_finite(layers, engine=theirs, dmx=ours)
-    speed, speed_failure = reports[-1]
     return {
         "folder": name,
         "target": loaded.target,
@@ -260,11 +360,17 @@ def _row_of(asked: argparse.Namespace, folder: Path, outs: list[Path], tokens: T
         "noise": compare.noise(loaded.model, tokens, ours),
         "perplexity": compare.perplexity(theirs),
         "perplexity_dmx": compare.perplexity(ours),
-        "speed": speed.get("speed"),
-        "speed_failed": speed_failure,
+        "speed": report.get("speed"),
+        "speed_failed": None,
         **{k: report[k] for k in ("dtype", "device", "threads", "kernels", "load_seconds")},
         **{k: report[k] for k in ("weight_bytes", "peak_bytes", "versions", "architecture")},
     }
+
+
+def speed_of(out: Path) -> dict[str, Any]:
+    """What a job of speed adds to its folder's row."""
+    report, failure = report_of(out)
+    return {"speed": report.get("speed"), "speed_failed": failure}
 
 
 def add_effects(rows: list[dict], folders: Sequence[Path]) -> None:
@@ -286,11 +392,30 @@ def model_of(folder: Path) -> dict[str, Any]:
     return {name: config.get(name) for name in (*names, "tie_word_embeddings")}
 
 
-def say(row: dict) -> None:
-    """A folder's lines."""
+def say(row: dict, is_speed: bool = False) -> None:
+    """A folder's lines, those of speed where it was measured apart."""
     if "failed" in row:
-        print(f"{row['folder']}: does not load\n  {row['failed']}")
-        return
+        if not is_speed:
+            print(f"{row['folder']}: does not load\n  {row['failed']}", flush=True)
+    elif is_speed:
+        print(f"{row['folder']}:{speed_line(row)}", flush=True)
+    else:
+        say_layers(row)
+        print(speed_line(row), end="\n" if row["speed"] else "", flush=True)
+
+
+def speed_line(row: dict) -> str:
+    """Empty where speed was not asked for."""
+    if speed := row["speed"]:
+        return (
+            f"  prefill {speed['prefill_tokens_per_second']:.0f}, decode "
+            f"{speed['decode_tokens_per_second']:.1f} tokens/s"
+        )
+    return f"  no speed: {row['speed_failed']}" if row["speed_failed"] else ""
+
+
+def say_layers(row: dict) -> None:
+    """What the engine chose and how far it is from dmx."""
     count, equal, within = (
         sum(group[key] for group in row["groups"]) for key in ("layers", "equal", "within")
     )
@@ -307,21 +432,44 @@ def say(row: dict) -> None:
             f"{group['inputs']}{'' if asked == group['inputs'] else f' (the file: {asked})'}; relative error up "
             f"to {group['error']:.2g}, {group['worst']}"
         )
-    if speed := row["speed"]:
-        print(
-            f"  prefill {speed['prefill_tokens_per_second']:.0f}, decode "
-            f"{speed['decode_tokens_per_second']:.1f} tokens/s"
-        )
 
 
-def check(asked: argparse.Namespace) -> dict[str, Any]:
-    """The record."""
+def check(
+    asked: argparse.Namespace, told: Callable[[dict[str, Any], bool], None] | None = None
+) -> dict[str, Any]:
+    """The record; --json has what is known of it after each job.
+
+    Args:
+        told: gets the row of each job as it ends, and whether the job was one of speed.
+    """
     folders = [f for f in (asked.baseline, *asked.folders) if f is not None]
     check_asked(asked, folders)
     tokens = tokens_of(asked, folders)
-    with ran(asked, folders, tokens) as outs:
-        rows = [row_of(asked, folder, outs[folder], tokens) for folder in folders]
-    add_effects(rows, folders)
+    rows: dict[Path, dict] = {}
+    with jobs_in_files(asked, folders, tokens) as jobs:
+        for job in ran(asked, jobs):
+            if not job.is_speed:
+                rows[job.folder] = row_of(asked, job.folder, job.out, tokens)
+            elif "failed" not in rows[job.folder]:
+                rows[job.folder] |= speed_of(job.out)
+            known = [folder for folder in folders if folder in rows]
+            record = record_of(asked, [rows[folder] for folder in known], known, tokens)
+            if asked.json:
+                write_json(asked.json, record)
+            if told is not None:
+                told(record["rows"][known.index(job.folder)], job.is_speed)
+    return record
+
+
+def record_of(
+    asked: argparse.Namespace, rows: Sequence[dict], folders: Sequence[Path], tokens: Tensor
+) -> dict[str, Any]:
+    """Of the folders that are done."""
+    kept = [dict(row) for row in rows]
+    if folders[0] != asked.baseline:  # of which nothing is known yet
+        for row in kept:
+            row.pop("log_probabilities", None)
+    add_effects(kept, folders)
     return {
         "schema": SCHEMA,
         "note": asked.note,
@@ -329,22 +477,19 @@ def check(asked: argparse.Namespace) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "tokens": tokens.numel(),
         "text": None if asked.text is None else asked.text.name,
+        "options": {"all": asked.options, "speed": asked.speed_options},
         "versions": {"dmx": dmx.__version__, "torch": torch.__version__},
-        "rows": rows,
+        "rows": kept,
     }
 
 
 def main() -> int:
     asked = parse()
     try:
-        record = check(asked)
+        record = check(asked, say)
     except DmxError as error:
         print(error, file=sys.stderr)
         return 2
-    for row in record["rows"]:
-        say(row)
-    if asked.json:
-        write_json(asked.json, record)
     return 0 if all(is_right(row) for row in record["rows"]) else 1
 
 

@@ -2,11 +2,12 @@
 
 python -m scripts.serve_check.cases tiny_llama /tmp/tiny
 python -m scripts.serve_check.cases smollm2_135m_instruct_gguf /tmp/smollm2
+python -m scripts.serve_check.cases llama_1b_random /tmp/llama --only ct4_w fp8_wa    # for speed
 python -m scripts.serve_check /tmp/smollm2/ct* --baseline /tmp/smollm2/bf16 --json smollm2.json
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from dmx.formats import (
 from dmx.models import ModelConfig, TinyConfig, load_model
 from dmx.models.linears import fused_group
 from dmx.transforms.stage import Transform
+from scripts.benchmarks.shapes import LLAMA_1B, Shape, make_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 FOUR_EIGHT = (MXFP4, MXFP8_E4M3)
@@ -83,6 +85,8 @@ CASES = {
     "quark4668_w_qwen3": Case(FOUR_TO_EIGHT, QUARK, architecture="qwen3"),  # norms of q and k
     "ct48_w_smollm2": Case(FOUR_EIGHT, CT, architecture="smollm2"),  # tied embeddings
 }
+RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
+"""Shapes whose weights are drawn: their speed is that of the trained model."""
 OF_TINY_ALONE = ("ct48_learned_w", "ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
 
 
@@ -152,37 +156,46 @@ def write(model: Any, case: Case, folder: Path, tokenizer: Any = None) -> None:
     )
 
 
-def write_tiny(place: Path) -> None:
+def write_tiny(place: Path, names: Collection[str] = tuple(CASES)) -> None:
     """A folder a case, and bf16: the Llama in full precision."""
-    models = {name: tiny(name) for name in dict.fromkeys(c.architecture for c in CASES.values())}
+    chosen = {name: case for name, case in CASES.items() if name in names}
+    models = {name: tiny(name) for name in {"llama", *(c.architecture for c in chosen.values())}}
     models["llama"].save_pretrained(place / "bf16")  # type: ignore[operator]
-    for name, case in CASES.items():
+    for name, case in chosen.items():
         write(models[case.architecture], case, place / name)
 
 
-def write_model(config: str, place: Path) -> None:
-    """The same of a model of configs/model, in its own tokens."""
-    body: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{config}.yaml"))
-    loaded = load_model(ModelConfig(**body))
-    loaded.model.save_pretrained(place / "bf16")  # type: ignore[operator]
-    loaded.tokenizer.save_pretrained(place / "bf16")
+def write_model(config: str, place: Path, names: Collection[str] = tuple(CASES)) -> None:
+    """The same of a model of configs/model, in its own tokens, or of random weights in a model's shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if config in RANDOM:
+        model, tokenizer = make_model(RANDOM[config], device), None
+    else:
+        body: Any = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{config}.yaml"))
+        loaded = load_model(ModelConfig(**body))
+        model, tokenizer = loaded.model.to(device), loaded.tokenizer
+        tokenizer.save_pretrained(place / "bf16")
+    model.save_pretrained(place / "bf16")  # type: ignore[operator]
     for name, case in CASES.items():
-        if name not in OF_TINY_ALONE:
-            write(loaded.model, case, place / name, loaded.tokenizer)
+        if name in names and name not in OF_TINY_ALONE:
+            write(model, case, place / name, tokenizer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="tiny_llama, or a file of configs/model")
+    parser.add_argument(
+        "model", help=f"tiny_llama, a file of configs/model, or {', '.join(RANDOM)}"
+    )
     parser.add_argument("place", type=Path, help="a new folder")
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     asked = parser.parse_args()
     asked.place.mkdir(parents=True)
     if asked.model == "tiny_llama":
-        write_tiny(asked.place)
+        write_tiny(asked.place, asked.only)
     else:
-        write_model(asked.model, asked.place)
+        write_model(asked.model, asked.place, asked.only)
 
 
 if __name__ == "__main__":

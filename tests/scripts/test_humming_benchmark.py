@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dmx import fake_quant
+from experiments.reporting.pages.humming import SCHEMA, humming_page
 from scripts.benchmarks import humming
 from scripts.serve_check.decoding import Element
 
@@ -69,3 +70,32 @@ def test_calls_that_fail_leave_their_error_and_the_others_run():
     assert isinstance(found["bad"], ZeroDivisionError)
     row = {"format": "mxfp4", "inputs": "fp8", "weights": "normal", "failed": "AssertionError: no"}
     assert "failed: AssertionError: no" in humming.line_of(row)
+
+
+def test_the_page_has_errors_times_and_what_did_not_run():
+    assert humming.SCHEMA == SCHEMA
+    head = {"format": "mxfp4", "inputs": "fp8"}
+    errors = [
+        {**head, "weights": "normal", "error": 2e-3, "worst_output": 3e-3, "emulated": 1.5e-3},
+        {"format": "mxfp8_e5m2", "inputs": "fp8", "weights": "normal", "failed": "ValueError: no"},
+    ]
+    shape = {"out": 2048, "in": 1024, "bf16_us": 9.0}
+    times = [
+        {**head, **shape, "tokens": 1, "us": 3.0},
+        {**head, **shape, "tokens": 16, "failed": "ValueError: no"},
+    ]
+    page = humming_page(
+        "humming h200",
+        {
+            "machine": {"name": "NVIDIA H200", "torch": "2.11"},
+            "humming": "0.1.20",
+            "compiler": "nvrtc",
+            "seconds": 60,
+            "errors": errors,
+            "times": times,
+        },
+    )
+    assert "1 of 2 products ran, with a relative error of at most 2.0e-03 on normal" in page
+    assert "| mxfp4 | fp8 | normal | 2.0e-03 | 3.0e-03 | 1.5e-03 |" in page
+    assert "| bf16 | bf16 | 9.0 | 9.0 |\n| mxfp4 | fp8 | 3.0 (3.00) | - |" in page
+    assert "Not run: mxfp8_e5m2 fp8, mxfp4 fp8: ValueError: no" in page

@@ -172,6 +172,8 @@ ASKED_WRONG = {
     "--window 1 must be at least 2": ["{folder}", "--window", "1"],
     "--new 1 must be at least 2": ["{folder}", "--speed", "--new", "1"],
     "--options 5 is no JSON object": ["{folder}", "--options", "5"],
+    "--speed-options 5 is no JSON object": ["{folder}", "--speed-options", "5"],
+    "--at-once 0 must be at least 1": ["{folder}", "--at-once", "0"],
     "--text .*none cannot be read": ["{folder}", "--text", "{place}/none"],
     "--text needs a tokenizer": ["{folder}", "--text", "{folder}/README.md"],
     "is a folder: name a file": ["{folder}", "--json", "{place}"],
@@ -208,12 +210,95 @@ def test_a_folder_that_cannot_be_compared_leaves_the_others(folder, tmp_path):
     tensors = {f"model.layers.0.mixer.{k}": torch.zeros(1, 32) for k in "xy"}
     save_file(tensors | {"log_probabilities": torch.zeros(1, 1)}, out)
     asked = serve_check.parse([str(folder)])
-    row = serve_check.row_of(asked, folder, [out], torch.zeros(1, 2, dtype=torch.int64))
+    row = serve_check.row_of(asked, folder, out, torch.zeros(1, 2, dtype=torch.int64))
     assert re.search("layer model.layers.0.mixer is .* cannot be compared", row["failed"])
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text('{"model_type": "none"}')
-    row = serve_check.row_of(asked, tmp_path / "plain", [out], torch.zeros(1, 2))
+    row = serve_check.row_of(asked, tmp_path / "plain", out, torch.zeros(1, 2))
     assert re.search("plain was not exported by dmx, and transformers cannot", row["failed"])
+
+
+WORKER = """
+import json, os, sys, time
+(file,) = sys.argv[1:]
+job = json.load(open(file))
+name = os.path.basename(job["folder"])
+if name == "dies":
+    sys.exit("no libcuda")
+if name == "hangs":
+    time.sleep(600)
+report = {"speed": job["speed"], "options": job["options"], "at": time.time()}
+json.dump(report, open(job["out"] + ".json", "w"))
+"""
+"""Of an engine that does nothing."""
+
+
+def test_on_a_card_folders_end_apart_and_speed_comes_last(tmp_path, monkeypatch, capsys):
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(serve_check, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(
+        serve_check,
+        "row_of",
+        lambda asked, folder, out, tokens: (
+            {"folder": folder.name, "groups": [], "speed": None, "speed_failed": None}
+            if (report := serve_check.report_of(out))[1] is None
+            else {"folder": folder.name, "failed": report[1]}
+        ),
+    )
+    monkeypatch.setattr(serve_check, "say_layers", lambda row: None)
+    folders = [tmp_path / name for name in ("first", "dies", "hangs", "last")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text('{"vocab_size": 9}')
+    given = ["--device", "cuda", "--python", sys.executable, "--at-once", "3", "--seconds", "4"]
+    given += ["--speed", "--speed-options", '{"a": 1}', "--json", str(tmp_path / "record.json")]
+    monkeypatch.setattr(sys, "argv", ["serve_check", *map(str, folders), *given])
+    assert serve_check.main() == 1
+    record = json.loads((tmp_path / "record.json").read_text())
+    first, dies, hangs, last = record["rows"]
+    assert re.search("cannot run the engine.*no libcuda", dies["failed"], re.DOTALL)
+    assert hangs["failed"] == "cut off after --seconds 4"
+    assert "failed" not in first and "failed" not in last
+    for row in (first, last):  # the time is over when those of speed begin
+        assert row["speed"] is None
+        assert row["speed_failed"] == "not reached within --seconds 4"
+    assert record["options"] == {"all": {}, "speed": {"a": 1}}
+    assert "first:  no speed: not reached" in capsys.readouterr().out
+
+
+def test_a_card_is_shared_by_all_but_speed(tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(serve_check, "WORKER", tmp_path / "worker.py")
+    folders = [tmp_path / name for name in ("a", "b")]
+    given = ["--device", "cuda", "--python", sys.executable, "--at-once", "2", "--speed"]
+    asked = serve_check.parse(
+        [*map(str, folders), *given, "--options", '{"x": 1}', "--speed-options", '{"y": 2}']
+    )
+    with serve_check.jobs_in_files(asked, folders, torch.zeros(1, 2)) as jobs:
+        done = list(serve_check.ran(asked, jobs))
+        reports = [serve_check.report_of(job.out)[0] for job in done]
+    assert [job.is_speed for job in done] == [False, False, True, True]
+    assert {job.folder for job in done[:2]} == {job.folder for job in done[2:]} == set(folders)
+    checked, timed = reports[:2], reports[2:]
+    assert all(r["options"] == {"x": 1, "y": 2} and r["speed"]["new"] == 32 for r in timed)
+    assert all(r["options"].keys() == {"x", *SHARING} and r["speed"] is None for r in checked)
+    assert max(r["at"] for r in checked) <= min(r["at"] for r in timed)
+
+
+SHARING = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+
+
+def test_effects_wait_for_the_baseline(tmp_path):
+    for name in ("bf16", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    asked = serve_check.parse([str(tmp_path / "other"), "--baseline", str(tmp_path / "bf16")])
+    rows = [{"log_probabilities": [[-1.0]]}, {"log_probabilities": [[-2.0]]}]
+    tokens, folders = torch.zeros(1, 2), [tmp_path / "bf16", tmp_path / "other"]
+    early = serve_check.record_of(asked, rows[1:], folders[1:], tokens)
+    whole = serve_check.record_of(asked, rows, folders, tokens)
+    assert [row["effect"] for row in early["rows"]] == [None]
+    assert [row["effect"] for row in whole["rows"]] == [0.0, 1.0]
 
 
 def test_outputs_of_zero_are_equal_and_what_is_not_finite_is_named():
