@@ -67,3 +67,13 @@ def by_budget(group: Group) -> tuple[Any, ...]:
     """Order of a table's rows: by budget, heuristics first."""
     budget = (group.budget.limit, group.budget.unit) if group.budget else (0.0, "")
     return budget, group.method.is_dmx
+
+
+def verdict(group: Group, reference: Group) -> str:
+    """lower | higher by more than one standard error, within it, or the same."""
+    difference = paired_difference(*common(group, reference))
+    if difference.mean is not None and abs(difference.mean) < 1e-12:  # sums of other orders apart
+        return "same"
+    if not difference.is_clear:
+        return "within"
+    return "lower" if (difference.mean or 0.0) < 0 else "higher"

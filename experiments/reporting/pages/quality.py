@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..differences import common, paired_difference
-from ..groups import INPUTS_NOTE, Group, bits_unit, budget_cell
+from ..groups import INPUTS_NOTE, bits_unit, budget_cell
 from ..markdown import markdown
 from ..plots.budgets import BudgetPoint, difference_figure
 from ..pooling import (
     DESCENT,
-    USUAL,
     Presets,
     Table,
     Tables,
@@ -28,9 +27,17 @@ from ..pooling import (
     text_name,
     unquantized,
 )
-from ..record import Limit, Record
-from .cells import best_heuristic, by_budget, mean_perplexity, percent, percent_text, runs_text
-from .overview import budgets_of, main_tables, overview
+from ..record import Record
+from .cells import (
+    best_heuristic,
+    by_budget,
+    mean_perplexity,
+    percent_text,
+    runs_text,
+    verdict,
+)
+from .glance import glance_table, settings_of
+from .headline import drawn, sentences
 from .quality_ablation import ablation_page
 from .quality_methods import methods_page
 from .quality_tasks import tasks_page
@@ -90,7 +97,7 @@ def quality_pages(records: Sequence[Record], presets: Presets) -> Pages:
         if part:
             lines.extend(["", f"## {title}", "", *part])
 
-    add(f"{', '.join(main_place(tables))}, W+A: at a glance", overview(tables))
+    add(f"{', '.join(main_place(tables))}, W+A: at a glance", glance_table(tables))
     for of, name in by_text(test):
         add(f"Against the best heuristic: {name}", difference_table(of))
     for of, name in by_text(test):
@@ -108,91 +115,20 @@ def quality_pages(records: Sequence[Record], presets: Presets) -> Pages:
     return pages
 
 
-# --- what the page says ----------------------------------------------------------------------------
-
-
-def sentences(tables: Tables, test: Tables) -> list[str]:
-    """The page in at most three sentences."""
-    return [s for s in (_against_heuristics(tables), _besides(tables), _count(test)) if s]
-
-
-def _against_heuristics(tables: Tables) -> str | None:
-    """Of the usual table: the dMX method that is best by mean over budgets, against heuristics."""
-    groups = next((g for t, g in main_tables(tables).items() if t.is_usual()), ())
-    shares: dict[str, dict[Limit, float]] = {}
-    for group in groups:
-        best = best_heuristic(group.budget, groups)
-        if group.method.is_dmx and group.budget and best is not None:
-            shares.setdefault(group.label, {})[group.budget] = percent(group, best)
-    if not shares:
-        return None
-    label = min(shares, key=lambda name: sum(shares[name].values()) / len(shares[name]))
-    shares_of = sorted(shares[label].items())
-    said = [f"{share:+.1f} % at {budget.limit:g}" for budget, share in shares_of]
-    return (
-        f"On {main_place(tables)[0]}, {label} changes perplexity against the best heuristic by {_list(said)} "
-        f"{shares_of[-1][0].unit}."
-    )
-
-
-def _besides(tables: Tables) -> str | None:
-    """What transforms and GPTQ bring, at the middle budget of the usual table."""
-    shown = main_tables(tables)
-    known = {
-        table.setting: {
-            g.budget: g for g in groups if g.method.is_dmx and g.method.short_label == g.method.base
-        }
-        for table, groups in shown.items()
-    }
-    plain = known.get(Table.of("", "", USUAL).setting, {})
-    budgets = sorted(b for b in plain if b and sum(b in of for of in known.values()) > 1)
-    full = unquantized(tables, *main_place(tables))
-    if not budgets or not full:
-        return None
-    budget = budgets[len(budgets) // 2]
-    own = mean_perplexity(plain[budget])
-    others = {
-        s: mean_perplexity(of[budget])
-        for s, of in known.items()
-        if budget in of and of is not plain
-    }
-    best = sorted(others, key=lambda setting: others[setting])
-    said = [f"{others[setting]:.2f} with {setting.replace(', ', ' and ')}" for setting in best]
-    return (
-        f"What is done to the model besides matters more: at {budget}, where dMX alone has {own:.2f} and bf16 "
-        f"{mean_perplexity(full[0]):.2f}, dMX has {_list(said)}."
-    )
-
-
-def _count(test: Tables) -> str | None:
-    """Cells of all texts that were not chosen on."""
-    counts: Counter[str] = Counter()
-    for groups in test.values():
-        for group in groups:
-            best = best_heuristic(group.budget, groups)
-            if group.method.is_dmx and best is not None:
-                counts[_verdict(group, best)] += 1
-    del counts["same"]
-    if not counts.total():
-        return None
-    return (
-        f"Of {counts.total()} cells of all models, transforms and budgets, dMX is lower than the best heuristic "
-        f"by more than one standard error in {counts['lower']}, higher in {counts['higher']}, and within it in "
-        f"{counts['within']}."
-    )
-
-
-def _list(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
 # --- tables ----------------------------------------------------------------------------------------
 
 
 def difference_table(tables: Tables) -> list[str]:
     """Of one model: every dMX method minus the best heuristic of its table, by budget, and a
     sentence that counts."""
-    budgets = budgets_of(tables)
+    budgets = sorted(
+        {
+            g.budget
+            for groups in tables.values()
+            for g in groups
+            if g.method.is_dmx and g.budget and best_heuristic(g.budget, groups)
+        }
+    )
     rows, verdicts = [], Counter[str]()
     for table, groups in ordered(tables):
         for label in dict.fromkeys(g.method.short_label for g in groups if g.method.is_dmx):
@@ -203,10 +139,10 @@ def difference_table(tables: Tables) -> list[str]:
                 if ours is None or best is None:
                     cells.append("–")
                     continue
-                verdict = _verdict(ours, best)
-                verdicts[verdict] += verdict != "same"
-                text = verdict if verdict == "same" else percent_text(ours, best)
-                cells.append({"lower": f"**{text}**", "higher": f"*{text}*"}.get(verdict, text))
+                said = verdict(ours, best)
+                verdicts[said] += said != "same"
+                text = said if said == "same" else percent_text(ours, best)
+                cells.append({"lower": f"**{text}**", "higher": f"*{text}*"}.get(said, text))
             if any(cell != "–" for cell in cells):
                 rows.append([table.setting, label, *cells])
     if not rows:
@@ -220,15 +156,6 @@ def difference_table(tables: Tables) -> list[str]:
     if any("same" in row for row in rows):
         note += " Same: no difference at all, as where every layer can have the dearest format."
     return [*markdown(["setting", "method", *map(budget_cell, budgets)], rows), "", note]
-
-
-def _verdict(group: Group, reference: Group) -> str:
-    difference = paired_difference(*common(group, reference))
-    if difference.mean is not None and abs(difference.mean) < 1e-12:  # sums of other orders apart
-        return "same"
-    if not difference.is_clear:
-        return "within"
-    return "lower" if (difference.mean or 0.0) < 0 else "higher"
 
 
 def fused_table(tables: Tables) -> list[str]:
@@ -257,21 +184,19 @@ def fused_table(tables: Tables) -> list[str]:
 
 
 def picture(tables: Tables) -> tuple[Figure | None, str]:
-    """dMX and the best heuristic by budget, a curve for each transform and stage of the weights, of the
-    main model and text."""
+    """dMX and the best heuristic by budget, a curve for each setting that `drawn` takes, of the main model
+    and text."""
     model, text = main_place(tables)
-    of = main_tables(tables)
-    unit = bits_unit([g for groups in of.values() for g in groups])
+    settings = settings_of(tables)
+    unit = bits_unit([g for setting in settings for g in setting.groups])
     curves = []
-    for table, groups in of.items():
+    for setting in drawn(settings):
         points = []
-        for budget in (b for b in budgets_of({table: groups}) if b.unit == unit):
-            dmx = [g for g in groups if g.budget == budget and g.method.is_dmx]
-            ours = min(dmx, key=mean_perplexity, default=None)
-            theirs = best_heuristic(budget, groups)
+        for budget in (b for b in setting.budgets if b.unit == unit):
+            ours, theirs = setting.at(budget).ours, setting.at(budget).heuristic
             if ours is None:
                 continue
-            if theirs is None:
+            if theirs is None or theirs is ours:
                 points.append(BudgetPoint(budget.limit, mean_perplexity(ours), math.nan, math.nan))
                 continue
             ours, theirs = common(ours, theirs)
@@ -279,14 +204,14 @@ def picture(tables: Tables) -> tuple[Figure | None, str]:
             values = mean_perplexity(ours), mean_perplexity(theirs)
             points.append(BudgetPoint(budget.limit, *values, noise))
         if points:
-            curves.append((table.setting, points))
+            curves.append((setting.label, points))
     if not curves:
         return None, ""
     full = [mean_perplexity(g) for g in unquantized(tables, model, text)]
-    return (
-        difference_figure(curves, full[0] if full else None, unit),
-        f"{model}, {text}: of each setting the dMX method and the heuristic that are best on this text.",
-    )
+    caption = f"{model}, {text}: of each setting the dMX method and the heuristic that are best on this text."
+    if hidden := len(settings) - len(curves):
+        caption += f" Not drawn: {hidden} settings that are worse, nearly as another, or measured at one budget."
+    return difference_figure(curves, full[0] if full else None, unit), caption
 
 
 # --- how it was measured ---------------------------------------------------------------------------

@@ -60,7 +60,13 @@ def difference_figure(
             if ceiling is not None:
                 ours, theirs = (100 * (side / ceiling - 1) for side in (ours, theirs))
             heights += [height for height in (*ours, *theirs) if np.isfinite(height)]
-            style = {"color": colour, "marker": marker, "markeredgecolor": "white", "markersize": 6}
+            size = 10 if marker == "*" else 6  # its white edge would leave nothing of a small star
+            style = {
+                "color": colour,
+                "marker": marker,
+                "markeredgecolor": "white",
+                "markersize": size,
+            }
             left.plot(xs, theirs, linestyle=(0, (1, 1.5)), linewidth=1.6, **style)
             left.plot(xs, ours, linewidth=1.4, label=name, **style)
             shift = apart * (index - (len(curves) - 1) / 2)
@@ -72,8 +78,9 @@ def difference_figure(
         right.set_ylabel("dMX minus best heuristic, %")
         left.set_xlabel(f"budget, {unit}")
         right.set_xlabel(f"budget, {unit} (points of a budget stand side by side)")
-        for axes in (left, right):
-            axes.set_xticks(budgets, [f"{x:g}" for x in budgets])
+        compared = sorted({p.limit for _, points in curves for p in points if np.isfinite(p.noise)})
+        for axes, ticks in ((left, budgets), (right, compared)):
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         right.grid(False, axis="x")
         handles, names = left.get_legend_handles_labels()
         # Of the figure: names as long as a table's setting would take their room from the axes.
