@@ -17,6 +17,7 @@ Source: compressed-tensors 0.20, `compressors/{mxfp4,mxfp6,mxfp8,nvfp4,naive_qua
 `quantization/quant_config`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ from dmx.formats import (
     BlockFormat,
     ScaleRule,
 )
+from dmx.models.experts import experts_path
 from dmx.numerics.scaled import inverse_global_scale
 
 FORMAT_NAMES = {
@@ -168,6 +170,18 @@ def _group(
     }
 
 
+def _ignored(layers: Layers, kept: Sequence[str]) -> list[str]:
+    """Names that are left alone; where a block quantizes none of its experts, one pattern for all of them, which every
+    reader takes: a large mixture has thousands."""
+    quantized = {experts_path(name) for name in layers}
+    found: dict[str, None] = {}
+    for name in kept:
+        path = experts_path(name)
+        is_whole = path is not None and path not in quantized
+        found[f"re:{re.escape(str(path))}[.].*" if is_whole else name] = None
+    return list(found)
+
+
 def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
     groups: dict[tuple[BlockFormat, BlockFormat | None, bool], list[str]] = {}
     for name, layer in layers.items():
@@ -181,7 +195,7 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
             f"group_{i}": _group(*formats, names)
             for i, (formats, names) in enumerate(groups.items())
         },
-        "ignore": list(kept),
+        "ignore": _ignored(layers, kept),
         "kv_cache_scheme": None,
     }
 

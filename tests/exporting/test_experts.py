@@ -1,5 +1,6 @@
 """Exports of experts: names as engines read them, bytes, loaded again by compressed-tensors and here."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -12,6 +13,7 @@ from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError
+from dmx.exporting import read_assignment
 from dmx.formats import MXFP4, NVFP4, get_format
 from dmx.models.experts import linear_experts
 from dmx.numerics import quantize
@@ -43,6 +45,20 @@ def applied_logits(model, assignment):
     found = logits(model)
     dmx.restore(model)
     return found
+
+
+def test_experts_that_a_block_keeps_whole_are_ignored_by_one_pattern(model, tmp_path):
+    made = uniform(model, MXFP4)
+    formats = {k: "bf16" if k.startswith(BLOCKS[0]) else f for k, f in made.formats.items()}
+    assignment = dataclasses.replace(made, formats=formats)
+    folder = dmx.export(model, assignment, tmp_path / "x", **CT, verify=False).folder
+    body = json.loads((folder / "config.json").read_text())["quantization_config"]
+    of_experts = [name for name in body["ignore"] if ".experts" in name.replace("\\", "")]
+    assert of_experts == [r"re:model\.layers\.0\.mlp\.experts[.].*"]
+    with linear_experts(model, "split"):
+        read = read_assignment({"quantization_config": body}, model)
+    experts = [layer for layer in read.formats if ".experts." in layer]
+    assert len(experts) == 12 and all(layer.startswith(BLOCKS[1]) for layer in experts)
 
 
 @pytest.mark.parametrize("target", ["compressed_tensors", "quark"])
