@@ -45,7 +45,7 @@ class Processes:
 
             state = PartialState(cpu=device.type == "cpu")
             self.rank, self.size = state.process_index, state.num_processes
-            self.own_device = state.device
+            self.own_device = device if device.type == "cpu" else state.device
 
     @classmethod
     def alone(cls) -> "Processes":

@@ -75,6 +75,8 @@ def main(cfg: DictConfig) -> None:
         config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
+        if config.collect or config.ablate:
+            run.alone("compare collect=" if config.collect else "compare ablate=")
         if run.show_if_finished():
             return
         if config.collect:
@@ -91,7 +93,7 @@ def main(cfg: DictConfig) -> None:
             if asked is not None:
                 return print_ablation(bench, config.search, asked, str(config.ablate))
             config.plan.measure(bench, config.baselines)
-        write_csv(run.path("results.csv"), run.measured)
+        run.processes.agree(lambda: write_csv(run.path("results.csv"), run.measured))
         run.finish(seed=None, verdict=None)
 
 

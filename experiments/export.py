@@ -83,6 +83,7 @@ def main(cfg: DictConfig) -> None:
     text = load_text(config.data.evaluation) if config.windows else None
     measured_on = load_text(config.data.calibration) if config.static_inputs else None
     with Run(cfg, config.run, "export") as run:
+        run.alone("export")
         if run.show_if_finished():
             return
         done = config.export.write(

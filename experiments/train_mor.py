@@ -74,14 +74,10 @@ def main(cfg: DictConfig) -> None:
     device = config.run.torch_device()
     accelerator = Accelerator(mixed_precision=config.train.precision, cpu=device.type == "cpu")
     config.plan.check(accelerator.device)
-    with accelerator.main_process_first():
-        run = Run(cfg, config.run, "train_mor", write_training_report)
-    with run:
+    with Run(cfg, config.run, "train_mor", write_training_report) as run:
         if run.show_if_finished():
             return
         config.plan.measure(run, config.data, accelerator)
-        if not accelerator.is_main_process:
-            return
         run.comparison = comparison(run.trained)
         run.actual |= {
             "run": {"device": str(accelerator.device)},

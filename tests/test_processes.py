@@ -15,6 +15,10 @@ from tests.forked import Forked, places
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
 import json, sys, torch, dmx
+from dmx.evaluate.perplexity import window_losses
+from dmx.evaluate.zero_shot.requests import Request
+from dmx.evaluate.zero_shot.scoring import Scorer
+from dmx.processes import Processes
 from dmx.searching.config import DescentConfig, PolishConfig
 from dmx.models import ModelConfig, TinyConfig, load_model
 torch.set_num_threads(1)
@@ -33,6 +37,13 @@ for name in ("kl_per_bit", "fisher"):
         model, batches, dmx.Budget(5.0), dmx.SearchConfig(name=name), folder=sys.argv[1] + "/" + name
     )
 dmx.gptq(model, found.assignment, batches, folder=sys.argv[1])
+processes = Processes(torch.device("cpu"))
+tokens = torch.randint(0, 288, (9 * 32,), generator=generator)
+losses = window_losses(model, tokens, window=32, batch_size=2, processes=processes)
+requests = [Request(t[:n].tolist(), t[n:].tolist()) for n, t in enumerate(tokens.split(11), start=1) if n < 9]
+answers = Scorer(None, quiet=True).answers(model, requests, "", processes)
+said = {"losses": losses.tolist(), "answers": answers, "main": processes.agree(lambda: processes.rank)}
+json.dump(said, open(f"{sys.argv[1]}/said{processes.rank}.json", "w"))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
@@ -76,6 +87,14 @@ def test_two_gloo_processes_give_the_history_of_one(tmp_path, monkeypatch):
             values = [json.loads(path.read_text())["result"]["values"] for path in (a, b)]
             np.testing.assert_allclose(values[1], values[0], rtol=1e-4)
             assert min(values[0]) > 0
+    one, *two = (
+        json.loads((tmp_path / n).read_text())
+        for n in ("one/said0.json", "two/said0.json", "two/said1.json")
+    )
+    assert two[0] == two[1] and two[0]["losses"] == one["losses"] and len(set(one["losses"])) == 9
+    assert two[0]["main"] == 0
+    for (value, hit), (other, other_hit) in zip(one["answers"], two[0]["answers"], strict=True):
+        assert other == pytest.approx(value, rel=1e-5) and other_hit == hit and value < 0
     states = [sorted((tmp_path / n / "gptq_state").iterdir()) for n in ("one", "two")]
     for a, b in zip(*states, strict=True):
         one, two = load_file(a), load_file(b)

@@ -19,6 +19,7 @@ from dmx.data.batches import check_fits_model
 from dmx.errors import DataError
 from dmx.kernels import ops
 from dmx.models.running import evaluating, model_logits
+from dmx.processes import Processes
 from dmx.progress import progress
 
 
@@ -65,22 +66,35 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def window_losses(
-    model: nn.Module, tokens: Tensor, *, window: int = 2048, batch_size: int = 8, label: str = ""
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    window: int = 2048,
+    batch_size: int = 8,
+    label: str = "",
+    processes: Processes | None = None,
 ) -> Tensor:
-    """Mean negative log likelihood of each window; (n_windows,) float64 on the CPU, nats/token."""
-    batches = split_windows(cut_windows(model, tokens, window), batch_size)
+    """Mean negative log likelihood of each window; (n_windows,) float64 on the CPU, nats/token.
+
+    Args:
+        processes: share the batches, which stay as they are, and all get all losses; None: this one alone.
+    """
+    windows = cut_windows(model, tokens, window)
     device = next(model.parameters()).device
-    losses = []
-    with evaluating(model), progress(f"evaluate {label}".strip(), len(batches)) as advance:
-        for batch in batches:
+    losses = torch.zeros(len(windows), dtype=torch.float64, device=device)
+    parts = list(zip(split_windows(windows, batch_size), losses.split(batch_size), strict=True))
+    processes = processes or Processes.alone()
+    own = processes.own_part(parts)
+    with evaluating(model), progress(f"evaluate {label}".strip(), len(own)) as advance:
+        for batch, found in own:
             batch = batch.to(device)
             logits = model_logits(model, batch)
             # Row by row: float32 logits of a whole batch would be the peak of the memory.
             rows = [_mean_loss(row[:-1], ids[1:]) for row, ids in zip(logits, batch, strict=True)]
-            losses.append(torch.stack(rows).double().cpu())
+            found.copy_(torch.stack(rows))
             del logits
             advance("")
-    return torch.cat(losses)
+    return processes.total(losses).cpu()
 
 
 def perplexity_of(nll: float) -> float:

@@ -83,6 +83,8 @@ class Bench:
         training: CalibrationConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
+        if safety != "off":
+            run.alone(f"safety={safety}, which counts what it sees,")
         self._model_config = model
         self.measured, self.safety = measured or EvalConfig(), safety
         self.weights, self.gptq, self.learn = weights, gptq or GptqConfig(), learn or LearnConfig()
@@ -137,7 +139,13 @@ class Bench:
         searches: Sequence[str],
         **options: Any,
     ) -> "Bench":
-        """For a command that runs these searches; options as `measured` and `safety` of the class."""
+        """For a command that runs these searches; options as `measured` and `safety` of the class.
+
+        Raises:
+            ConfigError: batches that the processes of the run cannot share.
+        """
+        training = config.training_for(weights, searches)
+        config.check_shared(run.processes.size, training)
         return cls(
             run,
             config.model,
@@ -147,7 +155,7 @@ class Bench:
             weights=weights,
             gptq=config.gptq,
             learn=config.learn,
-            training=config.training_for(weights, searches),
+            training=training,
             **options,
         )
 
@@ -299,6 +307,7 @@ class Bench:
     ) -> Row:  # fmt: skip
         method = method_of(assignment, quantized=quantized, net=net is not None, origin=origin)
         common: Any = {"inputs": quantized == "W+A", "label": method.label, "safety": net}
+        common["processes"] = self.run.processes
         losses = measure_losses(self.model, self.tokens, self.evaluation, assignment, **common)
         report = None if net is None else net.report()
         folder = self.run.path("zero_shot")
@@ -318,13 +327,14 @@ class Bench:
 
     def _saved(self, path: str, make: Make) -> Assignment:
         """The assignment of a file of this run, searched for if it is not there yet."""
-        target = self.run.path(path)
-        if not target.exists():
+        target, agree = self.run.path(path), self.run.processes.agree
+        if not agree(target.exists):
             assignment, facts = make()
             if facts:
                 known = dataclasses.replace(assignment.search, **facts)
                 assignment = dataclasses.replace(assignment, search=known)
-            assignment.save(target)
-            if assignment.weights is not None:  # saved, so what it would be resumed from can go
-                shutil.rmtree(self.run.path(path.removesuffix(".json")), ignore_errors=True)
+            found = assignment
+            agree(lambda: str(found.save(target)))
+            if found.weights is not None:  # saved, so what it would be resumed from can go
+                agree(lambda: shutil.rmtree(target.with_suffix(""), ignore_errors=True))
         return Assignment.load(target)

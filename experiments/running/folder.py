@@ -79,14 +79,11 @@ def hold(folder: Path) -> int | None:
     """Keep others out of a claimed folder while this process lives, or until `release`; kill -9 frees it, too.
 
     Returns:
-        What `release` takes. None in all but the first of the processes that share one run, and where the file
-        system has no locks.
+        What `release` takes; None where the file system has no locks.
 
     Raises:
         FolderTaken: another command runs in it.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return None
     descriptor = os.open(folder / CONFIG_FILE, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

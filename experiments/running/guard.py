@@ -17,13 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from dmx.errors import DmxError
+from dmx.processes import own_rank
 
 from .composing import check_overrides, register
 from .folder import FolderTaken, is_free_for, write_error
 from .overrides import understood
 from .settings import CONFIGS
+from .watch import LostProcess
 
-console = Console(stderr=True)
+console = Console(stderr=True, quiet=own_rank() > 0)
+"""Of processes that share a run the main one tells; `_errors` is for all."""
+_errors = Console(stderr=True)
 
 
 def entry_point(
@@ -156,7 +160,14 @@ def no_lost_interrupts() -> Iterator[None]:
             timer.cancel()  # the run has ended anyway
 
 
+def show_error(error: DmxError) -> None:
+    """On standard error, with the rank of a process that is not the main one of its run."""
+    rank = f"rank {own_rank()}: " if own_rank() else ""
+    _errors.print(f"{rank}[bold red]{type(error).__name__}[/]: ", end="")
+    _errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+
+
 def _refuse(error: DmxError) -> NoReturn:
-    console.print(f"[bold red]{type(error).__name__}[/]: ", end="")
-    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    if not isinstance(error, LostProcess):
+        show_error(error)
     sys.exit(2)

@@ -12,6 +12,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.evaluate.perplexity import cut_windows, window_losses
 from dmx.evaluate.zero_shot import NonFiniteError, ZeroShot
 from dmx.models.finite import not_finite
+from dmx.processes import Processes
 
 from ..reporting.record import TaskResult
 from .rows import Losses, Tasks
@@ -26,6 +27,7 @@ def measure_losses(
     *,
     inputs: bool,
     label: str,
+    processes: Processes | None = None,
     safety: Safety | None = None,
 ) -> Losses:
     """Losses of a model under an assignment.
@@ -35,6 +37,7 @@ def measure_losses(
         assignment: applied for the measurement; None = the model as it is.
         inputs: quantize inputs, too.
         label: named while it goes on.
+        processes: that share the work; None: this one alone.
         safety: guards the quantizers at run time.
 
     Raises:
@@ -45,7 +48,12 @@ def measure_losses(
         return Losses.none("not asked for", time.perf_counter() - start)
     with applied(model, assignment, inputs=inputs, safety=safety, cache_weights=True):
         losses = window_losses(
-            model, tokens, window=config.window, batch_size=config.batch_size, label=label
+            model,
+            tokens,
+            window=config.window,
+            batch_size=config.batch_size,
+            label=label,
+            processes=processes,
         )
     bad = (~losses.isfinite()).nonzero().flatten().tolist()
     if assignment is None and bad:
@@ -72,6 +80,7 @@ def measure_tasks(
     inputs: bool,
     label: str,
     folder: Path,
+    processes: Processes | None = None,
     safety: Safety | None = None,
 ) -> Tasks:
     """Accuracy of a model under an assignment, on the tasks of `config`; arguments as
@@ -88,7 +97,7 @@ def measure_tasks(
     harness = _harness(tokenizer, tuple(config.tasks), config.limit, config.batch_size, folder)
     try:
         with applied(model, assignment, inputs=inputs, safety=safety, cache_weights=True):
-            measured = harness.evaluate(model, label=label)
+            measured = harness.evaluate(model, label=label, processes=processes)
     except NonFiniteError as error:
         return Tasks(None, time.perf_counter() - start, str(error))
     results = {name: TaskResult.from_dict(result, name) for name, result in measured.items()}

@@ -177,6 +177,11 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
     return stages
 
 
+def _place(processes: int) -> str:
+    """Where a run takes its time."""
+    return "on this machine" if processes == 1 else f"in {processes} processes like this one"
+
+
 class Pace:
     """Times plain steps, says how long the run will take, and at its end how much work it was.
 
@@ -215,11 +220,12 @@ class Pace:
     def announcement(self) -> str:
         """What a user reads before the work begins."""
         rows, length = self.tokens.shape
-        seconds = self.expected_steps * self.step_seconds
+        count = self.bench.run.processes.size
+        seconds = self.expected_steps * self.step_seconds / count
         beside = f", and {' and '.join(self.unknown)}, which is not counted" if self.unknown else ""
         left = " An earlier start did some of it." if self.resumed else ""
         return (
-            f"about {seconds_text(seconds)} on this machine: a plain step of {rows} x {length} tokens takes "
+            f"about {seconds_text(seconds)} {_place(count)}: a plain step of {rows} x {length} tokens takes "
             f"{self.step_seconds:.2f} s here, and the work is about {self.expected_steps:.0f} of them"
             f"{beside}.{left}{dtype_advice(self.bench.model)}"
         )
@@ -228,6 +234,7 @@ class Pace:
         """Facts for the record; says the work in plain steps."""
         seconds = time.perf_counter() - self.started
         self.times += plain_step_times(self.bench.model, self.tokens)
+        processes = self.bench.run.processes.size
         facts: dict[str, Any] = {
             "plain_step_seconds": self.step_seconds,
             "plain_step_shape": list(self.tokens.shape),
@@ -235,7 +242,7 @@ class Pace:
             "expected_stages": {stage.name: stage.steps for stage in self.stages},
             "not_expected": self.unknown,
             "seconds": seconds,
-            "plain_steps": None if self.resumed else seconds / self.step_seconds,
+            "plain_steps": None if self.resumed else processes * seconds / self.step_seconds,
         }
         if self.resumed:
             facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"

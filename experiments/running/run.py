@@ -15,6 +15,7 @@ import mor
 from dmx.errors import RunError
 from dmx.files import read_json, write_json
 from dmx.kernels import ops
+from dmx.processes import Processes
 from dmx.weights.config import WEIGHTS
 
 from ..reporting.record import (
@@ -31,11 +32,12 @@ from ..reporting.report import write_report
 from ..reporting.tables import terminal_table
 from ..reporting.verdicts import verdict_texts
 from ..reporting.zero_shot_tables import zero_shot_terminal
-from .folder import claim, hold, release, write_error
-from .guard import console, is_sweep, sweep_folder, with_folder
+from .folder import CONFIG_FILE, claim, hold, release, write_error
+from .guard import console, is_sweep, show_error, sweep_folder, with_folder
 from .memory import keep_freed_memory
 from .provenance import device_facts, peak_memory_bytes, time_text, versions
-from .settings import RunConfig
+from .settings import ConfigError, RunConfig
+from .watch import LostProcess, Watch
 
 SOURCES = tuple(Path(str(package.__file__)).parent for package in (dmx, mor))
 FILES = (
@@ -49,7 +51,10 @@ _R = TypeVar("_R", Row, TrainingRow)
 
 
 class Run:
-    """One output folder: config.yaml first, rows as they are measured, record and report last."""
+    """One output folder: config.yaml first, rows as they are measured, record and report last.
+
+    Several processes may share a run: all measure every row together, the main one alone writes and says what is there.
+    """
 
     def __init__(
         self, cfg: DictConfig, config: RunConfig, command: str,
@@ -59,21 +64,31 @@ class Run:
         self.report = report
         self.started = time.time()
         self.command = command
+        self.processes = Processes(config.torch_device())
         if is_sweep():
+            self.alone("a sweep (-m)")
             # The default of run.folder names a time; a sweep that is started again must find the
             # same settings in the same place.
             self.folder = sweep_folder()
             cfg = with_folder(cfg, self.folder)
         else:
             self.folder = Path(config.folder)
-        self.device = config.torch_device()
+        # The default names a second, which processes need not share.
+        self.folder = self.processes.agree(lambda: self.folder)
+        self.device = self.processes.own_device
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.requested: Any = OmegaConf.to_container(cfg, resolve=True)
-        claim(self.folder, OmegaConf.to_yaml(cfg, resolve=True))
-        self._held = hold(self.folder)
+        self._held: int | None = None
+        self.processes.agree(lambda: self._take(OmegaConf.to_yaml(cfg, resolve=True)))
+        if not self.path(CONFIG_FILE).exists():
+            raise RunError(
+                f"run.folder={self.folder} of rank {self.processes.rank} is not that of the main process. Choose a "
+                "folder that all machines share."
+            )
+        self._watch = Watch(self.processes, self._say_lost)
         self.warnings: list[str] = []
         self.rows: list[Row | TrainingRow] = []
         self.model: ModelFacts | None = None
@@ -83,6 +98,26 @@ class Run:
         self.pace: dict[str, Any] | None = None
         self.actual: dict[str, Any] = {}
         self._caught = warnings.catch_warnings()
+
+    def _take(self, config_yaml: str) -> None:
+        claim(self.folder, config_yaml)
+        self._held = hold(self.folder)
+
+    def alone(self, what: str) -> None:
+        """Raise ConfigError where several processes run what one has to."""
+        if self.processes.size > 1:
+            raise ConfigError(
+                f"{what} runs in one process, and here are {self.processes.size}. Start the command without accelerate "
+                "launch or torchrun."
+            )
+
+    def _say_lost(self, lost: LostProcess) -> None:
+        show_error(lost)
+        self._leave_error(lost)
+
+    def _leave_error(self, error: Exception) -> None:
+        if self.processes.is_main:
+            write_error(self.folder, self.command, error)
 
     def __enter__(self) -> "Run":
         self._caught.__enter__()
@@ -96,8 +131,11 @@ class Run:
     ) -> None:
         self._caught.__exit__(None, None, None)
         release(self._held)
+        self._watch.leave(error)
         if isinstance(error, Exception):
-            write_error(self.folder, self.command, error)
+            self._leave_error(error)
+        elif error is None:
+            self.processes.close()
 
     def path(self, name: str) -> Path:
         """Of a file in the run's folder."""
@@ -110,19 +148,24 @@ class Run:
         return self.path("rows") / f"{key}.json"
 
     def row(self, key: str, make: Callable[[], _R], kind: type[_R] = Row) -> _R:  # type: ignore[assignment]
-        """The row `key` of this run: read back if an earlier start measured it, else made."""
+        """The row `key` of this run: read back if an earlier start measured it, else made, by all processes."""
         path = self.row_path(key)
-        if path.exists():
+
+        def kept() -> _R | None:
+            if not path.exists():
+                return None
             try:
                 body = read_json(path)
             except ValueError as error:
                 raise RunError(
                     f"{path} is damaged ({error}). Delete it to measure again."
                 ) from error
-            row = kind.from_dict(body, str(path))
-        else:
-            row = make()
-            write_json(path, row.to_dict())
+            return kind.from_dict(body, str(path))
+
+        row = self.processes.agree(kept)
+        if row is None:
+            made = row = make()
+            self.processes.agree(lambda: write_json(path, made.to_dict()))
         self.rows.append(row)
         return row
 
@@ -143,8 +186,10 @@ class Run:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self, *, seed: int | None, verdict: Verdict | None) -> Record:
-        """Write record.json and report.html, print the table; returns the record."""
+        """Write record.json and report.html, print the table; returns the record, which only the main process writes."""
         assert self.model is not None
+        if self.processes.size > 1:
+            self.actual["processes"] = self.processes.size
         record = Record(
             command=self.command,
             started=time_text(self.started),
@@ -165,22 +210,29 @@ class Run:
             export=self.export,
             comparison=None if self.comparison is None else tuple(self.comparison),
         )
-        record.save(self.path("record.json"))
-        self.report(self.folder)
-        self.show(record)
+        if self.processes.is_main:
+            record.save(self.path("record.json"))
+            self.report(self.folder)
+            self.show(record)
         return record
 
     def show_if_finished(self) -> bool:
         """Whether an earlier start finished this run; its table is shown again."""
+        record = self.processes.agree(self._finished)
+        if record is not None:
+            self.rows = list(record.results)
+        return record is not None
+
+    def _finished(self) -> Record | None:
+        """The record of a finished run, shown."""
         if not self.path("record.json").exists():
-            return False
+            return None
         console.print(f"{self.folder} holds this run, finished; showing it again")
         record = Record.load(self.path("record.json"))
         if not self.path("report.html").exists():  # stopped between the two, or deleted since
             self.report(self.folder)
-        self.rows = list(record.results)
         self.show(record)
-        return True
+        return record
 
     def show(self, record: Record) -> None:
         """The table and where things are, on standard output."""

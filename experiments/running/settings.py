@@ -14,6 +14,7 @@ from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import BLOCK_FORMATS, check_choice
 from dmx.models import ModelConfig
+from dmx.processes import started_together
 from dmx.weights.config import GptqConfig
 from dmx.weights.learn_config import LearnConfig
 
@@ -180,6 +181,11 @@ class RunConfig:
             )
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"run.device={self.device}: no CUDA device here. Use run.device=cpu.")
+        if device.index is not None and started_together() > 1:
+            raise ConfigError(
+                f"run.device={self.device} names one GPU for {started_together()} processes. Use run.device=cuda: each "
+                "takes its own."
+            )
         return device
 
 
@@ -204,3 +210,12 @@ class SearchingRun:
         searches learns from it."""
         learns = "learned" in weights or "joint" in searches
         return self.training.beside(self.calibration) if learns else None
+
+    def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
+        """Raise ConfigError for batches whose rows so many processes cannot share evenly."""
+        for name, used in (("calibration", self.calibration), ("training", training)):
+            if used is not None and used.batch_size % processes:
+                raise ConfigError(
+                    f"{name}.batch_size={used.batch_size}: {processes} processes share the rows of each batch, and do not "
+                    f"divide them. Set {name}.batch_size to a multiple of {processes}, or start another number of processes."
+                )

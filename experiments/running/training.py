@@ -87,10 +87,7 @@ class Training:
         for seed in self.seeds:
             for name in self.recipes:
                 make = partial(self._trained, run, loaded, windows, accelerator, name, seed)
-                if accelerator.is_main_process:
-                    run.row(f"{name}-{seed}", make, TrainingRow)
-                elif not run.row_path(f"{name}-{seed}").exists():
-                    make()  # takes part; its row has the counts of its own share of the batches
+                run.row(f"{name}-{seed}", make, TrainingRow)
 
     def _trained(
         self, run: Run, loaded: LoadedModel, windows: Mapping[str, torch.Tensor],
@@ -100,8 +97,7 @@ class Training:
         folder = run.path(f"{recipe}-{seed}")
         model = fresh_weights(loaded.model, seed, **self.architecture)
         steps = self.config.steps_for(len(windows["training"]))
-        quiet = not accelerator.is_main_process
-        with progress(f"{recipe}, seed {seed}", steps, quiet=quiet) as advance:
+        with progress(f"{recipe}, seed {seed}", steps) as advance:
             result = train(
                 model, windows["training"], windows["validation"], self.config,
                 self.recipes[recipe], folder=folder, seed=seed, accelerator=accelerator,

@@ -24,6 +24,7 @@ from dmx.evaluate.zero_shot.tasks import (
     read_task,
     require_lm_eval,
 )
+from dmx.processes import Processes
 
 
 def zero_shot(
@@ -92,21 +93,30 @@ class ZeroShot:
                 for name, (task, source) in load_tasks(tasks).items()
             ]
 
-    def evaluate(self, model: nn.Module, *, label: str = "") -> dict[str, Result]:
-        """task -> result for one model; see `zero_shot`."""
+    def evaluate(
+        self, model: nn.Module, *, label: str = "", processes: Processes | None = None
+    ) -> dict[str, Result]:
+        """task -> result for one model; see `zero_shot`.
+
+        Args:
+            processes: share the requests, and all get all results; None: this one alone.
+        """
+        processes = processes or Processes.alone()
         keys = {task.name: result_key(model, task) for task in self.tasks}
-        results = {task.name: self._kept(task, keys[task.name]) for task in self.tasks}
+        results = processes.agree(
+            lambda: {task.name: self._kept(task, keys[task.name]) for task in self.tasks}
+        )
         missing = [task for task in self.tasks if results[task.name] is None]
         if missing:
             requests = [request for task in missing for request in task.requests]
-            answers = self.scorer.answers(model, requests, label)
+            answers = self.scorer.answers(model, requests, label, processes)
             start = 0
             with quiet_lm_eval():
                 for task in missing:
                     stop = start + len(task.requests)
                     result = task.result(answers[start:stop])
                     results[task.name], start = result, stop
-                    if (key := keys[task.name]) is not None:
+                    if (key := keys[task.name]) is not None and processes.is_main:
                         self.cache.save(key, result, f"{task.name}-")
         return {name: result for name, result in results.items() if result is not None}
 

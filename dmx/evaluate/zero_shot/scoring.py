@@ -7,9 +7,8 @@ logits are made for continuations only, and their log-softmax is float32.
 
 import contextlib
 import inspect
-import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from dmx.errors import DataError, ModelError
 from dmx.evaluate.zero_shot.requests import Request
 from dmx.models import max_positions
 from dmx.models.running import evaluating
+from dmx.processes import Processes
 from dmx.progress import progress
 
 GPU_TOKENS = 1 << 16
@@ -48,13 +48,18 @@ class Scorer:
         self.fitting_tokens: int | None = None
 
     def answers(
-        self, model: nn.Module, requests: list[Request], label: str
+        self,
+        model: nn.Module,
+        requests: list[Request],
+        label: str,
+        processes: Processes | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log likelihood in nats, whether each token was the likeliest) of every request.
+        """(log likelihood in nats, whether each token was the likeliest) of every request; the processes share them.
 
         Raises:
             ModelError: not finite (`NonFiniteError`), or not even one request fits.
         """
+        processes = processes or Processes.alone()
         longest = longest_input(model)
         check_fits_model(
             model, torch.tensor([i for r in requests for i in r.context + r.continuation]), 2
@@ -69,34 +74,36 @@ class Scorer:
             )
         lengths = np.minimum(lengths, longest)
         # Longest first: what does not fit shows at once. Equal lengths need no padding.
-        order = np.argsort(-lengths, kind="stable")
-        answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
+        order: Sequence[int] = np.argsort(-lengths, kind="stable").tolist()
+        order = processes.own_part(order)
+        device = next(model.parameters()).device
+        answers = torch.zeros(len(requests), 2, dtype=torch.float64)
         with evaluating(model), cached_weights(model):
             batches = list(self._batches(model, lengths, order))
             with progress(f"zero-shot {label}".strip(), len(batches), quiet=self.quiet) as advance:
                 for rows in batches:
                     scored = self._fit(model, [requests[i] for i in rows], longest)
-                    for i, answer in zip(rows, scored, strict=True):
-                        answers[i] = answer
+                    answers[rows] = torch.tensor(scored, dtype=torch.float64)
                     advance("")
-        if wrong := sum(not math.isfinite(value) for value, _ in answers):
+        values, hits = processes.total(answers.to(device)).cpu().unbind(1)
+        if wrong := int((~values.isfinite()).sum()):
             raise NonFiniteError(
                 f"{wrong} of {len(answers)} log likelihoods are not finite: the model gives NaN or "
                 "Inf. Use bfloat16 or float32, or other formats."
             )
-        return answers
+        return list(zip(values.tolist(), hits.bool().tolist(), strict=True))
 
     def _tokens_at_once(self, model: nn.Module) -> int:
         on_cpu = next(model.parameters()).device.type == "cpu"
         return self.fitting_tokens or (CPU_TOKENS if on_cpu else GPU_TOKENS)
 
     def _batches(
-        self, model: nn.Module, lengths: np.ndarray, order: np.ndarray
+        self, model: nn.Module, lengths: np.ndarray, order: Sequence[int]
     ) -> Iterator[list[int]]:
         tokens, start = self._tokens_at_once(model), 0
         while start < len(order):
             rows = self.batch_size or max(1, tokens // max(1, int(lengths[order[start]])))
-            yield order[start : start + rows].tolist()
+            yield list(order[start : start + rows])
             start += rows
 
     def _fit(
