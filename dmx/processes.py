@@ -89,16 +89,33 @@ class Processes:
         averaged: Tensor = reduce(value.clone(), reduction="mean")
         return averaged
 
+    def average(self, value: Tensor) -> None:
+        """`mean` in the place of the value, for what is large."""
+        if self.size > 1:
+            torch.distributed.all_reduce(value)
+            value.div_(self.size)
+
     def total(self, value: Tensor) -> Tensor:
         """Sum over processes in the order of their ranks; for what is small, as all values exist at once."""
-        if self.size == 1:
-            return value
-        from accelerate.utils import gather
-
-        first, *others = gather(value[None].contiguous())
+        first, *others = self._of_all(value)
         for other in others:
             first = first + other
         return first
+
+    def largest(self, value: Tensor) -> Tensor:
+        """Maximum over processes; for what is small."""
+        first, *others = self._of_all(value)
+        for other in others:
+            first = torch.maximum(first, other)
+        return first
+
+    def _of_all(self, value: Tensor) -> tuple[Tensor, ...]:
+        """The values of all processes, by rank."""
+        if self.size == 1:
+            return (value,)
+        from accelerate.utils import gather
+
+        return tuple(gather(value[None].contiguous()))
 
     def agree(self, make: Callable[[], _T]) -> _T:
         """What `make` gives, or raises, in the main process, which alone calls it; must be picklable."""

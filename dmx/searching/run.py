@@ -111,9 +111,14 @@ def seeing_inputs(model: nn.Module, space: SearchSpace, batches: Sequence[Tensor
     """
     if not space.needs_input_amax():
         return space
-    layers = [*space.unit_of("weight"), *space.fixed]
-    processes = Processes(next(model.parameters()).device)
-    return replace(space, input_amax=processes.agree(lambda: input_amax(model, layers, batches)))
+    device = next(model.parameters()).device
+    processes = Processes(device)
+    own = [processes.own_rows(batch) for batch in batches]
+    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], own)
+    # float64 holds what float32 does: one process has the same numbers.
+    values = torch.tensor(list(seen.values()), dtype=torch.float64, device=device)
+    largest = processes.largest(values).tolist()
+    return replace(space, input_amax=dict(zip(seen, largest, strict=True)))
 
 
 def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
@@ -407,13 +412,15 @@ class _Unreached:
     def __init__(self, model: nn.Module, batches: list[Tensor], folder: Path | None) -> None:
         self.path = None if folder is None else folder / UNREACHED_FILE
         self.of = {"layers": list(linear_layers(model)), "batches": batches_sha256(batches)}
-        self.expert_tokens: dict[str, list[int]]
-        known = self._known()
+        processes = Processes(next(model.parameters()).device)
+        known = processes.agree(self._known)
         if known is None:
-            self.layers = unreached_layers(model, batches)
-            self.expert_tokens = expert_tokens(model, batches)
-        else:
-            self.layers, self.expert_tokens = known
+            own = [processes.own_rows(batch) for batch in batches]
+            known = (
+                _unreached_by_all(model, own, processes),
+                _total_tokens(expert_tokens(model, own), processes),
+            )
+        self.layers, self.expert_tokens = known
 
     def _known(self) -> tuple[list[str], dict[str, list[int]]] | None:
         if self.path is None:
@@ -441,6 +448,23 @@ def _alone(unreached: Sequence[str], model: nn.Module, config: SearchSettings) -
         return list(unreached)
     reached = {experts_path(name) for name in linear_layers(model) if name not in set(unreached)}
     return [name for name in unreached if experts_path(name) not in reached - {None}]
+
+
+def _unreached_by_all(model: nn.Module, own: list[Tensor], processes: Processes) -> list[str]:
+    """`unreached_layers` of batches whose rows several processes share."""
+    unreached = set(unreached_layers(model, own))
+    names = list(linear_layers(model))
+    flags = torch.tensor([name in unreached for name in names], device=processes.own_device)
+    counts = processes.total(flags.int()).tolist()
+    return [n for n, count in zip(names, counts, strict=True) if count == processes.size]
+
+
+def _total_tokens(own: dict[str, list[int]], processes: Processes) -> dict[str, list[int]]:
+    """Tokens of each expert, of the rows of all processes."""
+    return {
+        path: processes.total(torch.tensor(counts, device=processes.own_device)).tolist()
+        for path, counts in own.items()
+    }
 
 
 def _warn_of_unreached(

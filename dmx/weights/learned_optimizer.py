@@ -78,8 +78,7 @@ class AdamW:
         """One step along the gradient that all processes have together, shortened to `max_norm` where it is
         longer; its norm before that, 0-d float32. `gradient` becomes the common one; nothing waits for the
         device."""
-        if processes.size > 1:
-            gradient.copy_(processes.mean(gradient))
+        processes.average(gradient)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         self.step(gradient, lr, (max_norm / (norm + 1e-6)).clamp(max=1.0)[None])
         return norm

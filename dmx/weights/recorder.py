@@ -48,9 +48,9 @@ class Recorder:
 
     def share(self, processes: Processes) -> None:
         """Take the means of what all processes recorded: rounding asks for the directions of these sums, not their size."""
-        self.hessian = processes.mean(self.hessian)
+        processes.average(self.hessian)
         if self.cross is not None:
-            self.cross = processes.mean(self.cross)
+            processes.average(self.cross)
 
     def __call__(self, x: Tensor) -> Tensor:
         seen = x if self.quantizer is None else self.quantizer(x)

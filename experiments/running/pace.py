@@ -177,13 +177,8 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
     return stages
 
 
-def _place(processes: int) -> str:
-    """Where a run takes its time."""
-    return "on this machine" if processes == 1 else f"in {processes} processes like this one"
-
-
 class Pace:
-    """Times plain steps, says how long the run will take, and at its end how much work it was.
+    """Times plain steps of the rows of this process, says how long the run will take, and at its end how much work it was.
 
     Where an earlier start of the run measured rows, or a stage is asked for whose work follows from nothing
     known beforehand (a polish, a stage of the weights), it says so instead of a number.
@@ -191,7 +186,8 @@ class Pace:
 
     def __init__(self, bench: Bench, plan: SearchPlan) -> None:
         self.bench = bench
-        self.tokens = bench.batches(plan.search.seed)[0].to(bench.run.device)
+        first = bench.batches(plan.search.seed)[0]
+        self.tokens = bench.run.processes.own_rows(first).to(bench.run.device)
         self.resumed = bench.run.path("rows").exists()
         self.times = plain_step_times(bench.model, self.tokens)
         self.stages = expected_stages(
@@ -220,12 +216,11 @@ class Pace:
     def announcement(self) -> str:
         """What a user reads before the work begins."""
         rows, length = self.tokens.shape
-        count = self.bench.run.processes.size
-        seconds = self.expected_steps * self.step_seconds / count
+        seconds = self.expected_steps * self.step_seconds
         beside = f", and {' and '.join(self.unknown)}, which is not counted" if self.unknown else ""
         left = " An earlier start did some of it." if self.resumed else ""
         return (
-            f"about {seconds_text(seconds)} {_place(count)}: a plain step of {rows} x {length} tokens takes "
+            f"about {seconds_text(seconds)} on this machine: a plain step of {rows} x {length} tokens takes "
             f"{self.step_seconds:.2f} s here, and the work is about {self.expected_steps:.0f} of them"
             f"{beside}.{left}{dtype_advice(self.bench.model)}"
         )
@@ -234,7 +229,6 @@ class Pace:
         """Facts for the record; says the work in plain steps."""
         seconds = time.perf_counter() - self.started
         self.times += plain_step_times(self.bench.model, self.tokens)
-        processes = self.bench.run.processes.size
         facts: dict[str, Any] = {
             "plain_step_seconds": self.step_seconds,
             "plain_step_shape": list(self.tokens.shape),
@@ -242,7 +236,7 @@ class Pace:
             "expected_stages": {stage.name: stage.steps for stage in self.stages},
             "not_expected": self.unknown,
             "seconds": seconds,
-            "plain_steps": None if self.resumed else processes * seconds / self.step_seconds,
+            "plain_steps": None if self.resumed else seconds / self.step_seconds,
         }
         if self.resumed:
             facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"
