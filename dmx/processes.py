@@ -134,6 +134,21 @@ class Processes:
             raise said[1]
         return said[0]  # type: ignore[return-value]
 
+    def check_same_batches(self, digest: str) -> None:
+        """Raise DataError, in all processes, where they were given different batches.
+
+        Args:
+            digest: hash of the global batches.
+        """
+        if self.size == 1:
+            return
+        differs = torch.tensor(self.agree(lambda: digest) != digest, device=self.own_device)
+        if bool(self.total(differs.int())):
+            raise DataError(
+                f"the {self.size} processes were given different batches. Give each of them the same, whole ones: every "
+                "process takes its own rows of them."
+            )
+
     def close(self) -> None:
         """After the last of what all do together."""
         if self.size > 1 and _is_set_up():

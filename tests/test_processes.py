@@ -42,7 +42,13 @@ tokens = torch.randint(0, 288, (9 * 32,), generator=generator)
 losses = window_losses(model, tokens, window=32, batch_size=2, processes=processes)
 requests = [Request(t[:n].tolist(), t[n:].tolist()) for n, t in enumerate(tokens.split(11), start=1) if n < 9]
 answers = Scorer(None, quiet=True).answers(model, requests, "", processes)
-said = {"losses": losses.tolist(), "answers": answers, "main": processes.agree(lambda: processes.rank)}
+try:
+    own = [batch.roll(processes.rank, 0) for batch in batches]
+    dmx.search(model, own, dmx.Budget(5.0), dmx.SearchConfig(name="weight_mse"))
+    refused = None
+except dmx.errors.DataError as error:
+    refused = str(error)
+said = {"refused": refused, "losses": losses.tolist(), "answers": answers, "main": processes.agree(lambda: processes.rank)}
 json.dump(said, open(f"{sys.argv[1]}/said{processes.rank}.json", "w"))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
@@ -98,6 +104,7 @@ def test_two_processes_give_the_history_of_one(tmp_path, monkeypatch, device):
     rounding = 0 if device.type == "cpu" else 1e-6
     assert two[0]["losses"] == pytest.approx(one["losses"], rel=rounding, abs=0)
     assert two[0]["main"] == 0
+    assert one["refused"] is None and "processes were given different batches" in two[0]["refused"]
     for (value, hit), (other, other_hit) in zip(one["answers"], two[0]["answers"], strict=True):
         assert other == pytest.approx(value, rel=1e-5) and other_hit == hit and value < 0
     states = [sorted((tmp_path / n / "gptq_state").iterdir()) for n in ("one", "two")]

@@ -264,7 +264,8 @@ class DifferentiableSearch:
         config = self.config
         temperature = schedule.temperature(config, self.step)
         lr = schedule.learning_rate(config, self.step)
-        tokens = self.processes.own_rows(self.batches[batch_index]).to(self.device)
+        batch = self.batches[batch_index]
+        tokens = self.processes.own_rows(batch).to(self.device)
         results = stepper(tokens, torch.full((), temperature, device=self.device))
         parts, gradient, *by_rotation = (self.processes.mean(value) for value in results)
         bad = ~gradient.isfinite()
@@ -284,7 +285,7 @@ class DifferentiableSearch:
         ends = np.cumsum([len(self.raw), len(self.raw), len(parts) + 1, 1])
         raw, is_bad, numbers, weights_norm, is_bad_rotation = np.split(fetched.cpu().numpy(), ends)
         if not np.isfinite(numbers[0]):
-            raise self._not_finite(bank, tokens, temperature)
+            raise self._not_finite(bank, batch, temperature)
         if self.joint is not None:
             self.joint.check_finite(float(weights_norm[0]), self.step)
         self.raw_rows.append(raw.copy())
@@ -297,14 +298,14 @@ class DifferentiableSearch:
         self.step += 1
         return row
 
-    def _not_finite(self, bank: Bank, tokens: Tensor, temperature: float) -> ModelError:
-        """The error of a step whose loss is not finite."""
+    def _not_finite(self, bank: Bank, batch: Tensor, temperature: float) -> ModelError:
+        """The error of a step whose loss is not finite, in any process."""
         bank.set_full()
-        when = "on the calibration text"
-        if first_not_finite(self.model, [tokens]) is None:
+        when, parts = "on the calibration text", batch.chunk(self.processes.size)
+        if first_not_finite(self.model, parts) is None:
             bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
             when += ", quantized"
-        return not_finite(self.model, [tokens], f"the loss of step {self.step}", when)
+        return not_finite(self.model, parts, f"the loss of step {self.step}", when)
 
     def _move(self, direction: Tensor, lr: float) -> None:
         """Step of the optimizer, clamp, and the shift onto the budget where it is exact."""

@@ -185,6 +185,8 @@ def _search(
     space.check_budget(budget)
     _warn_of_architecture(model, config)
     listed = list_batches(batches, model)
+    device = next(model.parameters()).device
+    Processes(device).check_same_batches(batches_sha256(listed))
     config.check_batches(len(listed))
     check_finite_weights(model)
     where = None if folder is None else Path(folder)
@@ -202,7 +204,6 @@ def _search(
         score_folder = where / "scores"
     scores = None if score_folder is None else Path(score_folder)
     job = _Job(model, listed, space, budget, config, where, scores, unreached)
-    device = next(model.parameters()).device
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (
         torch.inference_mode(False),

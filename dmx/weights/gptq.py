@@ -241,6 +241,7 @@ def gptq(
     listed = list_batches(batches, model)
     if assignment.experts:  # each expert has inputs of its own
         return _expert_by_expert(model, assignment, listed, damping, inputs, correct_inputs, folder)
+    digest = batches_sha256(listed)
     facts = {
         "name": "gptq",
         "damping": damping,
@@ -248,19 +249,20 @@ def gptq(
         "correct_inputs": correct_inputs,
         "tokens": sum(b.numel() for b in listed),
         "batches": len(listed),
-        "batches_sha256": batches_sha256(listed),
+        "batches_sha256": digest,
     }
+    device = next(model.parameters()).device
+    processes = Processes(device)
+    processes.check_same_batches(digest)
     fingerprint = weights_fingerprint(model, assignment, facts)
     state = _States(
         None if folder is None else Path(folder) / STATE_FOLDER, fingerprint, assignment
     )
-    device = next(model.parameters()).device
     # Whatever mode the caller is in, as for `search`.
     with evaluating(model), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         apply(model, assignment, inputs=inputs, cache_weights=True)
         try:
             _check_no_shared_weights(model)
-            processes = Processes(device)
             traversal = Traversal(model, [processes.own_rows(batch) for batch in listed])
             rounded = _Rounding(traversal, assignment, damping, correct_inputs, state).run()
         finally:

@@ -333,6 +333,8 @@ def learn_weights(
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
     facts = _facts(config, learned, held) | {"batches_sha256": batches_sha256(listed)}
+    device = next(model.parameters()).device
+    Processes(device).check_same_batches(facts["batches_sha256"])
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
     path = None if folder is None else Path(folder) / STATE_FILE
@@ -342,7 +344,6 @@ def learn_weights(
     file = StateFile(
         path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
     )
-    device = next(model.parameters()).device
     # Whatever mode the caller is in, as for `search`.
     with (
         evaluating(model),
