@@ -75,8 +75,6 @@ def main(cfg: DictConfig) -> None:
         config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
-        if config.collect or config.ablate:
-            run.alone("compare collect=" if config.collect else "compare ablate=")
         if run.show_if_finished():
             return
         if config.collect:

@@ -26,6 +26,7 @@ def print_ablation(
     Raises:
         AssignmentError: it does not fit these settings.
     """
+    bench.run.alone(f"ablate={source}")
     space = search_space(bench.model, search)
     names = [f.name for f in space.formats]
     try:

@@ -24,6 +24,7 @@ def collect_runs(source: Path, run: Run) -> None:
     Raises:
         RunError: no record below the folder, or records of different models or evaluation texts.
     """
+    run.alone(f"collect={source}")
     folders = sorted({p.parent for name in ("record.json", ERROR_FILE) for p in source.rglob(name)})
     paths = {folder: folder / "record.json" for folder in folders}
     records = {f: Record.load(path) for f, path in paths.items() if path.exists()}
