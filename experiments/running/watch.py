@@ -40,7 +40,8 @@ class Watch:
     def __init__(self, processes: Processes, say: Callable[[LostProcess], None]) -> None:
         self.rank, self.size, self.say = processes.rank, processes.size, say
         self.lost: LostProcess | None = None
-        self._known, self._left = threading.Event(), threading.Event()
+        self._one_at_a_time = threading.Lock()
+        self._said, self._left = threading.Event(), threading.Event()
         self._peers: list[_Peer] = []
         if self.size == 1:
             return
@@ -56,7 +57,7 @@ class Watch:
 
     def _listen(self, peer: "_Peer") -> None:
         word = peer.hear()
-        if word.get("done") or self._known.is_set() or self._left.is_set():
+        if word.get("done"):
             return
         if "gone" in word:  # the main process passes on what it heard of another, and has said it
             cause = word["gone"]
@@ -64,10 +65,12 @@ class Watch:
             cause = f"{peer.place(self.size)} stopped: {word['error']}"
         else:
             cause = f"{peer.place(self.size)} is gone without a word: killed, or its machine is out of memory"
-        self.lost = LostProcess(
-            f"{cause}. All processes of the run end; the same command goes on from its last checkpoint."
-        )
-        self._known.set()
+        with self._one_at_a_time:
+            if self.lost is not None or self._left.is_set():
+                return
+            self.lost = LostProcess(
+                f"{cause}. All processes of the run end; the same command goes on from its last checkpoint."
+            )
         if self.rank == 0:
             for other in self._peers:
                 other.say(gone=cause)
@@ -76,6 +79,7 @@ class Watch:
                 RunError
             ):  # a folder that cannot be written must not keep this process alive
                 self.say(self.lost)
+        self._said.set()
         if self._left.wait(GRACE):
             time.sleep(GRACE)  # what is lost may keep it from ending
         os._exit(2)
@@ -86,7 +90,7 @@ class Watch:
         Raises:
             LostProcess: in place of an error that comes of the loss of another process.
         """
-        if self.size > 1 and isinstance(error, RuntimeError) and self._known.wait(KNOWING):
+        if self.size > 1 and isinstance(error, RuntimeError) and self._said.wait(KNOWING):
             assert self.lost is not None
             self._left.set()
             raise self.lost from error
