@@ -75,9 +75,8 @@ class Watch:
             for other in self._peers:
                 other.say(gone=cause)
         if "gone" not in word:
-            with suppress(
-                RunError
-            ):  # a folder that cannot be written must not keep this process alive
+            # A folder that cannot be written must not keep this process alive.
+            with suppress(RunError):
                 self.say(self.lost)
         self._said.set()
         if self._left.wait(GRACE):
@@ -90,7 +89,7 @@ class Watch:
         Raises:
             LostProcess: in place of an error that comes of the loss of another process.
         """
-        if self.size > 1 and isinstance(error, RuntimeError) and self._said.wait(KNOWING):
+        if self.size > 1 and isinstance(error, RuntimeError) and self._is_lost():
             assert self.lost is not None
             self._left.set()
             raise self.lost from error
@@ -100,6 +99,10 @@ class Watch:
             said = {"error": f"{type(error).__name__}: {error}"}
         for peer in self._peers:
             peer.say(**said)
+
+    def _is_lost(self) -> bool:
+        """Whether another process is gone, once that is said."""
+        return self._said.wait(KNOWING) or (self.lost is not None and self._said.wait(GRACE))
 
 
 class _Peer:
