@@ -32,7 +32,7 @@ class ExportRun:
     assignment: str
     """Path of an assignment.json, or of another tool's config; or an MX format for all layers."""
     target: str
-    """assignment | compressed_tensors | quark | modelopt_checkpoint | torchao, or names alone:
+    """assignment | compressed_tensors | quark | humming | modelopt_checkpoint | torchao, or names alone:
     llm_compressor | modelopt | auto_round | llama_cpp."""
     profile: str | None
     """Of compressed_tensors: vllm | transformers; null = the strictest that holds the formats."""

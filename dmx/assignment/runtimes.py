@@ -24,11 +24,13 @@ _SIX_BITS = dict.fromkeys(CARDS, BY_HUMMING)
 _VLLM_TWO = {"mxfp4": _VLLM_MX, "mxfp8_e4m3": _VLLM_MX}
 _VLLM = {**_VLLM_TWO, "nvfp4": _VLLM_NVFP4, "fp8": dict.fromkeys(CARDS, _AS_ASKED)}
 _VLLM_QUARK = {**_VLLM_TWO, "mxfp6_e2m3": _SIX_BITS, "mxfp6_e3m2": _SIX_BITS}
+_HUMMING = {f: dict.fromkeys(CARDS, WEIGHTS_ALONE) for f in (*_VLLM_QUARK, "mxfp8_e5m2")}
 _MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
 
 HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("compressed_tensors, profile vllm", "vLLM"): _VLLM,
     ("quark", "vLLM"): _VLLM_QUARK,
+    ("humming", "vLLM"): _HUMMING,
     ("modelopt_checkpoint", "vLLM"): _MODELOPT,
 }
 """target and loader -> format -> card -> words. Loaders that are not here multiply dequantized values: emulated."""

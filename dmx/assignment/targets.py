@@ -203,6 +203,21 @@ TARGETS: dict[str, Target] = {
             ),
         ),
     ),
+    "humming": Target(
+        _ALL_FORMATS,
+        (
+            Loader(
+                "vLLM",
+                _ALL_FORMATS,
+                "vLLM >= 0.26 + humming-kernels",
+                needs_fused_units=True,
+                notes=("never run from these folders",),
+                architectures=VLLM_ARCHITECTURES,
+                unquantized=VLLM_UNQUANTIZED,
+            ),
+        ),
+        needs_fused_units=True,
+    ),
     "modelopt_checkpoint": Target(
         _MODELOPT_FORMATS,
         tuple(

@@ -7,6 +7,7 @@ rows, loss of every row) and `out`.json (versions, what the loader said).
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -72,13 +73,18 @@ def rotate_inputs(model: Any, folder: Path) -> set[str]:
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def dequantized(folder: Path) -> dict[str, Tensor]:
-    """State dict in bf16 of a folder in ModelOpt's layout, by ModelOpt's formulas."""
-    stated = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+def files_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the folder."""
     files: dict[str, Tensor] = {}
     for path in folder.glob("*.safetensors"):
         files |= load_file(path)
-    state = {}
+    return files
+
+
+def modelopt_weights(folder: Path) -> dict[str, Tensor]:
+    """State dict in bf16 of a folder in ModelOpt's layout, by ModelOpt's formulas."""
+    stated = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
+    files, state = files_of(folder), {}
     for layer, how in stated["quantized_layers"].items():
         codes, scale = files.pop(f"{layer}.weight"), files.pop(f"{layer}.weight_scale").float()
         files.pop(f"{layer}.input_scale", None)
@@ -93,6 +99,38 @@ def dequantized(folder: Path) -> dict[str, Tensor]:
     return state | files
 
 
+def small_floats(dtype: str) -> Tensor:
+    """(2**bits,) float32: values of humming's `float6e2m3` and its like by code; without Inf and NaN."""
+    bits, exponent_bits, mantissa_bits = map(int, re.findall(r"\d+", dtype))
+    code = torch.arange(2**bits)
+    fraction = (code % 2**mantissa_bits) / 2**mantissa_bits
+    exponent = code // 2**mantissa_bits % 2**exponent_bits
+    bias = 2 ** (exponent_bits - 1) - 1
+    value = torch.exp2((exponent.clamp(min=1) - bias).float()) * (fraction + (exponent > 0))
+    return torch.where(code >= 2 ** (bits - 1), -value, value)
+
+
+def humming_weights(folder: Path) -> dict[str, Tensor]:
+    """State dict in bf16 of a folder in humming's layout, the format of a layer by the first pattern for its name."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    chosen = {key[2:]: own for key, own in config["dynamic"].items() if key[0] == "+"}
+    files = files_of(folder)
+    state = {}
+    for name in [name for name, tensor in files.items() if tensor.dtype == torch.int32]:
+        layer = name.removesuffix(".weight")
+        own = next(own for pattern, own in chosen.items() if re.match(pattern, layer))
+        values = small_floats(own["b_dtype"])
+        bits = len(values).bit_length() - 1
+        words = files.pop(name).long() & 0xFFFFFFFF
+        wide = torch.stack((words, torch.cat((words[:, 1:], words[:, :1]), 1) << 32), -1).sum(-1)
+        position = torch.arange(words.shape[1] * 32 // bits) * bits
+        codes = wide[:, position // 32] >> (position % 32) & (len(values) - 1)
+        scale = files.pop(f"{layer}.weight_scale").float()
+        blocks = values[codes].unflatten(-1, (-1, config["weight_scale_group_size"]))
+        state[name] = (blocks * scale[..., None]).flatten(-2).bfloat16()
+    return state | files
+
+
 def decompressed(folder: Path) -> dict[str, Tensor]:
     """State dict in bf16 of a folder of compressed-tensors, layer by layer by its own decompressors.
 
@@ -101,9 +139,7 @@ def decompressed(folder: Path) -> dict[str, Tensor]:
     from compressed_tensors.quantization import QuantizationConfig
 
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    files: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        files |= load_file(path)
+    files = files_of(folder)
     for group in QuantizationConfig.model_validate(config).config_groups.values():
         compressor = BaseCompressor.get_value_from_registry(group.format or config["format"])
         for layer in group.targets:
@@ -132,7 +168,7 @@ def with_stacked_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-READERS = {"modelopt": dequantized, "experts": decompressed}
+READERS = {"modelopt": modelopt_weights, "humming": humming_weights, "experts": decompressed}
 """What reads a folder that transformers does not load as it is."""
 
 

@@ -75,8 +75,8 @@ def export(
     Args:
         model: a causal language model, or its hub name or folder (loaded in bf16).
         folder: must not exist; its parent is made.
-        target: assignment | compressed_tensors | quark | modelopt_checkpoint | torchao, or names alone for another
-            tool: llm_compressor | modelopt | auto_round | llama_cpp.
+        target: assignment | compressed_tensors | quark | humming | modelopt_checkpoint | torchao, or names alone for
+            another tool: llm_compressor | modelopt | auto_round | llama_cpp.
         profile: of compressed_tensors, vllm | transformers; None = the strictest that holds the
             formats.
         inputs: have the runtime quantize the inputs of the layers, too.

@@ -1,6 +1,6 @@
 """What a layout of files is: names, dtypes and shapes of a layer's tensors, and its config.
 
-One file a target (`compressed_tensors`, `quark`, `modelopt`, `torchao`) fills in a `Layout`; everything else
+One file a target (`compressed_tensors`, `quark`, `humming`, `modelopt`, `torchao`) fills in a `Layout`; everything else
 in this package works on any of them, layer by layer.
 """
 
@@ -99,7 +99,7 @@ class Layout:
     may_differ: float = 0.0
     """Relative error of logits of loaded weights that its reader's arithmetic explains; 0: equal to the bit."""
     reader: str = "transformers"
-    """What the fresh process loads with: transformers, or weights dequantized as `modelopt` does, and no inputs."""
+    """What the fresh process loads with: transformers, or weights dequantized as `modelopt` or `humming` does, and no inputs."""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
 

@@ -34,6 +34,7 @@ FROM_FILES = "files"
 METHODS = {
     "compressed-tensors": "compressed_tensors",
     "quark": "quark",
+    "humming": "humming",
     "torchao": "torchao",
     "modelopt": "modelopt_checkpoint",
 }

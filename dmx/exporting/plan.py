@@ -16,7 +16,7 @@ from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
 from dmx.errors import FormatError
-from dmx.exporting import compressed_tensors, modelopt, quark, torchao
+from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
@@ -27,7 +27,13 @@ from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
-    for layout in (compressed_tensors.LAYOUT, quark.LAYOUT, modelopt.LAYOUT, torchao.LAYOUT)
+    for layout in (
+        compressed_tensors.LAYOUT,
+        quark.LAYOUT,
+        humming.LAYOUT,
+        modelopt.LAYOUT,
+        torchao.LAYOUT,
+    )
 }
 EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
 PROFILES = ("vllm", "transformers")

@@ -1,6 +1,6 @@
 """Other tools' mixed-precision configs as an Assignment, so that their results can be measured here.
 
-Read are compressed-tensors and Quark (`quantization_config`), ModelOpt (`quantized_layers` of
+Read are compressed-tensors, Quark and humming (`quantization_config`), ModelOpt (`quantized_layers` of
 hf_quant_config.json) and auto-round (`layer_config`, or `quantization_config` with
 `extra_config`). Each says for a layer name which format it gets; a format that this project does not have
 is an error that names the layer, since leaving it out would measure something else.
@@ -52,6 +52,13 @@ _MODELOPT = {
     "NVFP4": "nvfp4",
     "W4A16_NVFP4": "nvfp4",
     "FP8": "fp8",
+}
+_HUMMING = {
+    "float4e2m1": "mxfp4",
+    "float6e2m3": "mxfp6_e2m3",
+    "float6e3m2": "mxfp6_e3m2",
+    "float8e4m3": "mxfp8_e4m3",
+    "float8e5m2": "mxfp8_e5m2",
 }
 _AUTO_ROUND = {
     "mx_fp4": "mxfp4",
@@ -144,6 +151,8 @@ def _chooser(body: dict[str, Any], names: Names) -> tuple[str, Chooser, Named]:
     method = str(body.get("quant_method", "")).lower()
     if "config_groups" in body and method in ("", "compressed-tensors"):
         return "compressed-tensors", *_compressed_tensors(body, names)
+    if method == "humming":
+        return "humming", *_humming(body, names)
     if "layer_quant_config" in body:
         return "quark", *_quark(body, names)
     if "quantized_layers" in body:
@@ -155,7 +164,7 @@ def _chooser(body: dict[str, Any], names: Names) -> tuple[str, Chooser, Named]:
         return "auto-round", *_auto_round(body, {}, names)
     raise AssignmentError(
         f"this is no config that is read here (keys {', '.join(list(body)[:6]) or 'none'}). Read "
-        "are compressed-tensors, quark, ModelOpt (quantized_layers), auto-round (layer_config), and "
+        "are compressed-tensors, quark, humming, ModelOpt (quantized_layers), auto-round (layer_config), and "
         "assignment.json of this project."
     )
 
@@ -273,6 +282,33 @@ def _quark(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
         return get_block_format(_QUARK[weight["dtype"]])
 
     return choose, {p: layers for p, c, layers in own if c.get("weight")}
+
+
+def _humming(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
+    """Patterns are for the start of a name; the first that fits decides."""
+    dynamic: Mapping[str, Any] = body.get("dynamic") or {}
+    meant = {key: _meant(_regex(key[2:], "humming").match, names) for key in dynamic}
+    left = _any_of(layers for key, layers in meant.items() if key[:1] == "-")
+    short = {
+        "b_dtype": ("weight_dtype", "dtype"),
+        "bs_dtype": ("weight_scale_dtype", "scale_dtype"),
+        "weight_scale_group_size": ("group_size",),
+    }
+
+    def value(config: Mapping[str, Any], key: str) -> Any:
+        return next((config[k] for k in (key, *short[key]) if k in config), None)
+
+    def choose(name: str) -> BlockFormat | None:
+        if name in left or "lm_head" in name:
+            return None
+        own = [c for key, c in dynamic.items() if key[:1] == "+" and name in meant[key]]
+        config = {**body, **(own[0] if own else {})}
+        dtype, scale, group = (value(config, key) for key in short)
+        if dtype not in _HUMMING or scale != "float8e8m0" or group != BLOCK_SIZE:
+            raise _refuse("humming", name, f"{dtype}, scales {scale}, group {group}")
+        return get_block_format(_HUMMING[dtype])
+
+    return choose, {key: layers for key, layers in meant.items() if key[:1] == "+"}
 
 
 def _modelopt(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:

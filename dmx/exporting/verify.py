@@ -199,7 +199,11 @@ def _in_words(layout: Layout, reader: str) -> str:
     """What loads the files."""
     if reader == "transformers":
         return " + ".join(("transformers", *layout.packages))
-    whose = {"modelopt": "modelopt's formulas", "experts": "compressed-tensors' own decompressors"}
+    whose = {
+        "modelopt": "modelopt's formulas",
+        "humming": "humming's formulas",
+        "experts": "compressed-tensors' own decompressors",
+    }
     return f"transformers, weights dequantized by {whose[reader]}, inputs left alone"
 
 

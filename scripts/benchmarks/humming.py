@@ -35,28 +35,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmx.exporting.packing import decode_weight, encode_weight
+from dmx.exporting.humming import DTYPES, LAYOUT
 from dmx.files import write_json
-from dmx.formats import (
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    BlockFormat,
-)
+from dmx.formats import MXFP8_E5M2, BlockFormat
 from scripts.benchmarks.machine import machine, say
 from scripts.benchmarks.peers import why
 
 SCHEMA = "dmx.humming/1"
-DTYPES = {
-    MXFP4: "float4e2m1",
-    MXFP6_E2M3: "float6e2m3",
-    MXFP6_E3M2: "float6e3m2",
-    MXFP8_E4M3: "float8e4m3",
-    MXFP8_E5M2: "float8e5m2",
-}
-"""humming's names of the element formats."""
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 2048), (14336, 4096), (2048, 8192), (4096, 14336))
 """(out, in) of linear layers of Llamas of 1 B and 8 B; both sizes first, should time run out."""
 TOKENS = (1, 16, 256, 4096)
@@ -71,21 +56,17 @@ CHECKED_TOKENS = 64
 
 
 def stored(weight: Tensor, block_format: BlockFormat) -> tuple[dict[str, Tensor], Tensor]:
-    """humming's tensors of a weight, and the weight that they mean.
+    """humming's tensors of a weight, as exports have them, and the weight that they mean.
 
     Args:
         weight: (out, in) bf16.
 
     Returns:
-        `weight` (out, in * bits / 32) int32, codes from the lowest bit on; `weight_scale` (out, in / 32) E8M0. And
-        (out, in) float32.
+        `weight` and `weight_scale`; and (out, in) float32.
     """
-    codes, scales = encode_weight(weight, block_format, "even")
-    tensors = {
-        "weight": codes.view(torch.uint8).contiguous().view(torch.int32),
-        "weight_scale": scales.view(torch.float8_e8m0fnu),
-    }
-    return tensors, decode_weight(codes, scales, block_format, torch.float32)
+    assert LAYOUT.encode is not None
+    tensors = LAYOUT.encode(weight, block_format, "even")
+    return tensors, LAYOUT.decode(tensors, block_format, torch.float32)
 
 
 def operands(

@@ -22,6 +22,7 @@ from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.space import build_space
 from dmx.formats import (
     FP8,
+    MX_FORMATS,
     MXFP4,
     MXFP6_E2M3,
     MXFP6_E3M2,
@@ -85,6 +86,9 @@ CASES = {
     "quark4668_w_qwen3": Case(FOUR_TO_EIGHT, QUARK, architecture="qwen3"),  # norms of q and k
     "ct48_w_smollm2": Case(FOUR_EIGHT, CT, architecture="smollm2"),  # tied embeddings
 }
+ON_A_CARD = {"humming_w": Case(MX_FORMATS, "humming")}
+"""What no stand-in runs on a CPU."""
+ALL = CASES | ON_A_CARD
 RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
 """Shapes whose weights are drawn: their speed is that of the trained model."""
 OF_TINY_ALONE = ("ct48_learned_w", "ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
@@ -158,7 +162,7 @@ def write(model: Any, case: Case, folder: Path, tokenizer: Any = None) -> None:
 
 def write_tiny(place: Path, names: Collection[str] = tuple(CASES)) -> None:
     """A folder a case, and bf16: the Llama in full precision."""
-    chosen = {name: case for name, case in CASES.items() if name in names}
+    chosen = {name: case for name, case in ALL.items() if name in names}
     models = {name: tiny(name) for name in {"llama", *(c.architecture for c in chosen.values())}}
     models["llama"].save_pretrained(place / "bf16")  # type: ignore[operator]
     for name, case in chosen.items():
@@ -176,7 +180,7 @@ def write_model(config: str, place: Path, names: Collection[str] = tuple(CASES))
         model, tokenizer = loaded.model.to(device), loaded.tokenizer
         tokenizer.save_pretrained(place / "bf16")
     model.save_pretrained(place / "bf16")  # type: ignore[operator]
-    for name, case in CASES.items():
+    for name, case in ALL.items():
         if name in names and name not in OF_TINY_ALONE:
             write(model, case, place / name, tokenizer)
 
@@ -189,7 +193,7 @@ def main() -> None:
         "model", help=f"tiny_llama, a file of configs/model, or {', '.join(RANDOM)}"
     )
     parser.add_argument("place", type=Path, help="a new folder")
-    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--only", nargs="+", choices=tuple(ALL), default=tuple(CASES))
     asked = parser.parse_args()
     asked.place.mkdir(parents=True)
     if asked.model == "tiny_llama":

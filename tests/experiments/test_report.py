@@ -564,7 +564,11 @@ def test_targets_follow_formats_and_fused_groups():
         {q: "mxfp6_e2m3", k: "mxfp6_e2m3"}
     )
     assert "quark/vLLM" in loading({q: "mxfp6_e3m2", k: "mxfp6_e3m2"})
-    assert loading({q: "mxfp8_e5m2"}) == {"assignment.json/dmx", "torchao/transformers"}
+    assert loading({q: "mxfp8_e5m2"}) == {
+        "assignment.json/dmx",
+        "humming/vLLM",
+        "torchao/transformers",
+    }
     quark = TARGETS["quark"]
     (vllm,) = (x for x in quark.loaders if x.name == "vLLM")
     assert not obstacles({q: "mxfp4"}, quark, vllm, (), {q: "mxfp6_e2m3"})

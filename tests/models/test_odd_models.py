@@ -298,6 +298,7 @@ def test_an_export_is_held_to_the_loader_that_its_layout_is_for():
         "compressed_tensors, profile vllm": "vLLM",
         "compressed_tensors, profile transformers": "transformers",
         "quark": "transformers + amd-quark",
+        "humming": "vLLM",
         "modelopt_checkpoint": "vLLM",
         "torchao": "transformers",
     }
