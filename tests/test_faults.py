@@ -15,10 +15,10 @@ import dmx
 from dmx.errors import ModelError, RunError
 from dmx.exporting import load_exported
 from dmx.models import ModelConfig, TinyConfig, byte_tokenizer, load_model
+from dmx.models.memory import is_out_of_memory
 from dmx.models.tiny import make_tiny
 from experiments import search
 from experiments.running import bench
-from experiments.running.guard import is_out_of_memory
 from mor.config import MorError
 from mor.training.run import CHECKPOINT, TrainingRun
 from tests.forked import Forked

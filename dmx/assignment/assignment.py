@@ -37,6 +37,7 @@ from dmx.assignment.space import SearchSpace
 from dmx.errors import AssignmentError, FormatError
 from dmx.files import file_sha256, sha256, write_atomic, write_json
 from dmx.formats import (
+    BF16,
     BIT_UNITS,
     OPERANDS,
     BitUnit,
@@ -410,11 +411,11 @@ def make_assignment(
     formats = space.layer_formats(choice, "weight")
     inputs: dict[str, str] | None = space.layer_formats(choice, "input")
     inputs = inputs if inputs != formats else None
-    quantized_bits, quantized = space.stored_bits(choice)
+    quantized_bits, stored = space.stored_bits(choice)
     counted = sum(out * into for out, into in space.shapes.values())
     bits: dict[str, float] = {unit: space.average(choice, unit) for unit in BIT_UNITS}
     bits["whole_model_bits_per_element"] = (
-        quantized_bits + unquantized_bits(model, formats)
+        quantized_bits + unquantized_bits(model, [n for n, f in formats.items() if f != BF16.name])
     ) / space.model_elements
     return Assignment(
         model={
@@ -437,6 +438,6 @@ def make_assignment(
             weighting=space.weighting,
             choices="separate" if space.is_separate else "joint",
             input_format=None if space.input_format is None else space.input_format.name,
-            shared_weights=counted != quantized,
+            shared_weights=counted != stored,
         ),
     )

@@ -29,6 +29,7 @@ from torch import nn
 from dmx.assignment.budget import Budget
 from dmx.errors import BudgetError, ModelError
 from dmx.formats import (
+    BF16,
     BLOCK_SIZE,
     OPERANDS,
     BitUnit,
@@ -162,12 +163,14 @@ class SearchSpace:
         return sum(self._weighted(name, self.fixed[name], w, unit) for name, w in weights)
 
     def stored_bits(self, choice: Sequence[int] | np.ndarray) -> tuple[float, int]:
-        """Bits of the weights that a choice stores, scales counted, and elements of these weights."""
+        """Bits of the weights that a choice quantizes, scales counted, and elements of all weights that it has a
+        format for."""
         formats = self.layer_formats(choice)
         sizes = {n: self.fixed_elements[n] if n in self.fixed else self._own(n) for n in formats}
         bits = (
             sizes[n] * get_format(f).bits("bits_per_element", self.shapes[n])
             for n, f in formats.items()
+            if f != BF16.name
         )
         return sum(bits), sum(sizes.values())
 

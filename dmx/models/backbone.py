@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from dmx.errors import ModelError
 from dmx.models.linears import linear_layers
-from dmx.models.running import evaluating, model_logits
+from dmx.models.memory import MicroBatch
+from dmx.models.running import evaluating, run_whole
 
 
 def text_backbone(model: nn.Module) -> nn.Module:
@@ -65,11 +66,14 @@ def unread_layers(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def unreached_layers(model: nn.Module, batches: Iterable[Tensor]) -> list[str]:
+def unreached_layers(
+    model: nn.Module, batches: Iterable[Tensor], micro: MicroBatch | None = None
+) -> list[str]:
     """Linear layers that no token of the batches runs; ends with the batch that leaves none.
 
     Args:
         batches: (batch, length) int64.
+        micro: rows that run at a time, None: whole batches.
 
     Raises:
         ModelError: the model does not run on token ids alone.
@@ -85,7 +89,7 @@ def unreached_layers(model: nn.Module, batches: Iterable[Tensor]) -> list[str]:
     try:
         with evaluating(model):
             for batch in batches:
-                _run(model, batch.to(device))
+                _run(model, batch.to(device), micro)
                 if not waiting:
                     break
     finally:
@@ -94,9 +98,9 @@ def unreached_layers(model: nn.Module, batches: Iterable[Tensor]) -> list[str]:
     return [name for name in linears if name in waiting]
 
 
-def _run(model: nn.Module, tokens: Tensor) -> None:
+def _run(model: nn.Module, tokens: Tensor, micro: MicroBatch | None) -> None:
     try:
-        model_logits(model, tokens)
+        run_whole(model, tokens, micro)
     except (ValueError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{type(model).__name__} does not run on token ids alone: model(input_ids=...).logits ends in "

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dmx.errors import ModelError
 from dmx.models.backbone import text_config
 from dmx.models.linears import plain_name
+from dmx.models.memory import MicroBatch
 from dmx.models.products import Groups, product
 from dmx.models.running import evaluating, model_logits
 from dmx.models.swap import set_module
@@ -248,12 +249,15 @@ def _linear(weight: Tensor, experts: Any, *, stacked: bool = False) -> nn.Linear
 
 
 @torch.no_grad()
-def expert_tokens(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, list[int]]:
+def expert_tokens(
+    model: nn.Module, batches: Iterable[Tensor], micro: MicroBatch | None = None
+) -> dict[str, list[int]]:
     """path of the experts of a block -> how many tokens of the batches each expert is given; {} without experts.
 
     Args:
         model: with its experts in a form, if they lie in 3-D parameters.
         batches: (batch, length) int64.
+        micro: rows that run at a time, which memory is known to hold; None: whole batches.
     """
     blocks = {
         plain_name(path): torch.zeros(module.num_experts, dtype=torch.int64)
@@ -289,7 +293,8 @@ def expert_tokens(model: nn.Module, batches: Iterable[Tensor]) -> dict[str, list
     try:
         with evaluating(model):
             for batch in batches if blocks else ():
-                model_logits(model, batch.to(device))
+                for part in (batch,) if micro is None else micro.parts(batch):
+                    model_logits(model, part.to(device))
     finally:
         for handle in handles:
             handle.remove()

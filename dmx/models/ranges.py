@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dmx.models.linears import linear_layers
-from dmx.models.running import evaluating, model_logits
+from dmx.models.memory import MicroBatch
+from dmx.models.running import evaluating, run_whole
 
 AMAX_BATCHES = 16
 """Calibration batches that are looked at, the first so many."""
@@ -14,13 +15,17 @@ AMAX_BATCHES = 16
 
 @torch.no_grad()
 def input_amax(
-    model: nn.Module, layers: Iterable[str], batches: Sequence[Tensor]
+    model: nn.Module,
+    layers: Iterable[str],
+    batches: Sequence[Tensor],
+    micro: MicroBatch | None = None,
 ) -> dict[str, float]:
     """layer -> largest finite magnitude of its input, as it enters the product: rotated where it is.
 
     Args:
         model: not quantized, with its transform.
         batches: (batch, length) int64; the first AMAX_BATCHES of them.
+        micro: rows that run at a time, None: whole batches.
     """
     linears = linear_layers(model)
     device = next(model.parameters()).device
@@ -39,7 +44,7 @@ def input_amax(
     try:
         with evaluating(model):
             for batch in batches[:AMAX_BATCHES]:
-                model_logits(model, batch.to(device))
+                run_whole(model, batch.to(device), micro)
     finally:
         for handle in handles:
             handle.remove()

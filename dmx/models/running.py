@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dmx.models.memory import MicroBatch
+
 ATTENTION_NAME = "dmx_causal_sdpa"
 
 
@@ -19,6 +21,23 @@ def model_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """(batch, length) int64 -> (batch, length, vocab) in the model's dtype."""
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
+
+
+def run_whole(model: nn.Module, tokens: Tensor, micro: MicroBatch | None = None) -> None:
+    """All of a batch (batch, length), for what hooks see of it; what they see again must change nothing.
+
+    Args:
+        micro: rows that run at a time; None: all.
+    """
+    if micro is None:
+        model_logits(model, tokens)
+        return
+
+    def run() -> None:
+        for part in micro.parts(tokens):
+            model_logits(model, part)
+
+    micro.run(run, len(tokens))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from dmx.formats import (
     soft_path,
 )
 from dmx.models.experts import Form
+from dmx.models.memory import OOM, MicroBatch
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, TRANSFORMS
 
 SEARCHES = (
@@ -219,6 +220,10 @@ class SearchSettings:
     """Of transform=learned."""
     score_batches: int | None = None
     """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
+    micro_batch: int | None = None
+    """Rows of a batch that run at a time, to save memory; null = all."""
+    oom: str = "stop"
+    """stop | halve: where the memory does not hold the rows that run at a time, go on with half as many."""
     steps: int = 400
     """Of differentiable; > 0, one batch a step."""
     objective: str = "cross_entropy"
@@ -239,7 +244,14 @@ class SearchSettings:
         check_choice(self.objective, OBJECTIVES, "search.objective")
         check_choice(self.target, ("any", *SEARCH_TARGETS), "search.target")
         check_choice(self.transform, TRANSFORMS, "search.transform")
-        for name, low in (("steps", 1), ("score_batches", 1), ("residual_block", 1), ("seed", 0)):
+        check_choice(self.oom, OOM, "search.oom")
+        for name, low in (
+            ("steps", 1),
+            ("score_batches", 1),
+            ("residual_block", 1),
+            ("seed", 0),
+            ("micro_batch", 1),
+        ):
             value = getattr(self, name)
             if value is not None or name in ("steps", "seed"):
                 _check_count(f"search.{name}", value, low)
@@ -404,6 +416,10 @@ class SearchSettings:
     def format_family(self) -> Family:
         """Candidate formats of every unit."""
         return get_family(self.family)
+
+    def rows_at_a_time(self) -> MicroBatch:
+        """Of a stage of this search, which begins with as many as are asked for."""
+        return MicroBatch(self.micro_batch, self.oom, "search")
 
     @property
     def descends(self) -> bool:

@@ -15,6 +15,7 @@ import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class DifferentiableSearch:
         )
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
+        self.micro = config.rows_at_a_time()
         weights = torch.as_tensor(space.weights / space.total_weight, dtype=torch.float32)
         self.weights = weights.to(self.device)
         steps = torch.as_tensor(space.added_bits(budget.unit), dtype=torch.float32)
@@ -113,6 +115,8 @@ class DifferentiableSearch:
             layers = space.unit_of("weight")
             self.joint = JointWeights(model, layers, config.joint, config.steps, config.seed)
         self.uses_graph = self._decide_on_graph()
+        self._captured: tuple[int | None, GraphedStep] | None = None
+        """Rows that run at a time, and the step that does so."""
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -160,20 +164,28 @@ class DifferentiableSearch:
     ) -> dict[str, float]:
         """Task loss of the soft, the hard and the projected model on the first batch."""
         tokens = self.processes.own_rows(self.batches[0]).to(self.device)
-        reference = self._reference(bank, tokens)
-        losses: dict[str, float] = {}
-        with torch.no_grad():
-            for name in ("soft", "hard", "projected"):
-                if name == "soft":
-                    bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
-                else:
-                    choice = hard if name == "hard" else projected
-                    bank.set_formats([self.space.formats[i] for i in choice])
-                loss = task_loss(
-                    self.config.objective, model_logits(self.model, tokens), tokens, reference
-                )
-                losses[f"{name}_loss"] = float(self.processes.mean(loss))
-        return losses
+
+        @torch.no_grad()
+        def measured() -> Tensor:
+            losses = torch.zeros(len(LOSSES), device=self.device)
+            for part in self.micro.parts(tokens):
+                reference = self._reference(bank, part)
+                for index, choice in enumerate((None, hard, projected)):
+                    if choice is None:
+                        bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
+                    else:
+                        bank.set_formats([self.space.formats[i] for i in choice])
+                    loss = self._task_loss(part, reference)
+                    losses[index] += loss * (len(part) / len(tokens))
+            return losses
+
+        losses = self.processes.mean(self.micro.run(measured, len(tokens)))
+        return dict(zip(LOSSES, losses.tolist(), strict=True))
+
+    def _task_loss(self, tokens: Tensor, reference: Tensor | None) -> Tensor:
+        """0-d float32, of the model as the bank has set it."""
+        logits = model_logits(self.model, tokens)
+        return task_loss(self.config.objective, logits, tokens, reference)
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -184,29 +196,48 @@ class DifferentiableSearch:
         Args:
             tokens: (batch, length) on the device. temperature: 0-d float32 on the device.
         """
+        if self.joint is not None:
+            self.joint.gradient.zero_()
+        parts = self.micro.parts(tokens)
+        of_parts = [
+            self._gradient_of(bank, part, temperature, len(part) / len(tokens)) for part in parts
+        ]
+        if len(of_parts) == 1:
+            return of_parts[0]
+        return tuple(torch.stack(values).sum(0) for values in zip(*of_parts, strict=True))
+
+    def _gradient_of(
+        self, bank: Bank, tokens: Tensor, temperature: Tensor, share: float
+    ) -> tuple[Tensor, ...]:
+        """What `_gradient` gives, of rows that are this share of the batch, and the same share of the penalty."""
         reference = self._reference(bank, tokens)
         offsets = anneal(self.raw, temperature, self.family)
         bank.set_soft(offsets)
-        if self.joint is not None:
-            self.joint.gradient.zero_()
-        loss = task_loss(self.config.objective, model_logits(self.model, tokens), tokens, reference)
+        loss = self._task_loss(tokens, reference)
         average = self.soft_average(offsets)
         penalty = budget_penalty(self.config.descent, average, self.budget.limit)
         learned = [] if self.rotations is None else [self.rotations.matrices]
-        gradients = torch.autograd.grad(loss + penalty, [self.raw, *learned])
-        return torch.stack([loss, penalty, average]).detach(), *gradients
+        parts = torch.stack([loss, penalty, average]) * share
+        gradients = torch.autograd.grad(parts[0] + parts[1], [self.raw, *learned])
+        return parts.detach(), *gradients
 
-    def _stepper(
-        self, bank: Bank, tokens: Tensor
-    ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-        """`_gradient` as it is, or captured in a CUDA graph where the config asks for it."""
+    def _step(self, bank: Bank) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        """`_gradient` as it is, or in a CUDA graph where the config asks for it, captured anew where fewer rows run
+        at a time than before."""
 
         def step(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-            return self._gradient(bank, tokens, temperature)
+            if not self.uses_graph:
+                return self._gradient(bank, tokens, temperature)
+            if self._captured is None or self._captured[0] != self.micro.rows:
+                self._captured = None  # its memory is free before the next capture
+                graph = GraphedStep(partial(self._gradient, bank), tokens, temperature)
+                self._captured = self.micro.rows, graph
+            return self._captured[1](tokens, temperature)
 
-        if not self.uses_graph:
-            return step
-        return GraphedStep(step, tokens, torch.ones((), device=self.device))
+        def fitting(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+            return self.micro.run(lambda: step(tokens, temperature), len(tokens))
+
+        return fitting
 
     def _decide_on_graph(self) -> bool:
         asked = self.config.descent.cuda_graph
@@ -363,6 +394,7 @@ class DifferentiableSearch:
             tensors |= self.joint.state()
         facts = {
             "step": self.step,
+            "micro_batch": self.micro.rows,
             "history": self.history,
             "warnings": self.warnings,
             "complained": sorted(self._complained),
@@ -394,7 +426,7 @@ class DifferentiableSearch:
         facts, tensors = state.facts, state.tensors
         self.step, self.history, self.warnings = facts["step"], facts["history"], facts["warnings"]
         self._complained = set(facts["complained"])
-        self.clock.before = facts["seconds"]
+        self.clock.before, self.micro.rows = facts["seconds"], facts["micro_batch"]
         with torch.no_grad():
             self.raw.copy_(tensors["raw"])
         self.raw_rows = list(tensors["raw_rows"].numpy())
@@ -427,10 +459,8 @@ class DifferentiableSearch:
             if self.joint is not None:
                 self.joint.attach(self.model)
             order = batch_order(len(self.batches), config.seed, self.step)
-            first = self.processes.own_rows(self.batches[0]).to(self.device)
-            stepper = self._stepper(bank, first) if self.step < config.steps else None
+            stepper = self._step(bank)
             while self.step < config.steps:
-                assert stepper is not None
                 row = self.take_step(bank, stepper, next(order))
                 shown = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
                 advance(

@@ -56,13 +56,22 @@ class Disturbances:
         changes: Sequence[Change],
         divergence: Divergence,
         advance: Callable[[str], None] = lambda _: None,
+        *,
+        rows: int | None = None,
     ) -> Tensor:
-        """(len(changes),) float64 on the device: KL(reference, changed model) summed over tokens."""
+        """(len(changes),) float64 on the device: KL(reference, changed model) summed over tokens.
+
+        Args:
+            rows: that run at a time, at most, those of all changes that share a pass; None: as many as their
+                logits allow.
+        """
         sums = torch.zeros(len(changes), dtype=torch.float64, device=self.tokens.device)
         by_block: dict[int, list[int]] = {}
         for index, (unit, _) in enumerate(changes):
             by_block.setdefault(self.block_of[unit], []).append(index)
         size = STACKED_LOGITS.get(self.tokens.device.type, 1 << 27) // divergence.rows.numel()
+        if rows is not None:
+            size = min(size, rows // len(self.tokens))
         for block, indices in sorted(by_block.items()):
             for part in split_evenly(indices, max(1, size)):
                 for index, logits in zip(

@@ -26,7 +26,8 @@ errors of all others, which is what counts at the end.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ class Polish:
         self.gains = Gains(space, budget, remembers=self.has_fresh)
         self.fruitless = 0
         self.rows: list[dict[str, Any]] = []
-        self._references: dict[int, Divergence] = {}
+        self.micro = config.rows_at_a_time()
+        self._references: dict[tuple[int, int], Divergence] = {}
+        self._referred_rows = self.micro.rows
 
     @property
     def is_finished(self) -> bool:
@@ -124,17 +127,22 @@ class Polish:
         """Format of each unit under a choice."""
         return [self.space.formats[int(i)] for i in choice]
 
-    def _reference(self, index: int, bank: Bank) -> Divergence:
-        """KL to the unquantized model on a batch; kept if it judges and all that do are small."""
-        if index in self._references:
-            return self._references[index]
-        bank.set_full()
-        logits = model_logits(self.model, self.batches[index].to(self.device))
-        divergence = Divergence(logits)
-        room = KEPT_LOGITS.get(self.device.type, 0)
-        if index in self.judging and logits.numel() * len(self.judging) <= room:
-            self._references[index] = divergence
-        return divergence
+    def _parts(self, index: int, bank: Bank) -> Iterator[tuple[Divergence, Tensor]]:
+        """Of a batch, what runs at a time, each with the KL to the unquantized model on it; that is kept if the
+        batch judges and all that do are small."""
+        if self._referred_rows != self.micro.rows:
+            self._references, self._referred_rows = {}, self.micro.rows
+        parts = self.micro.parts(self.batches[index])
+        room = KEPT_LOGITS.get(self.device.type, 0) // len(parts)
+        for number, part in enumerate(parts):
+            tokens, kept = part.to(self.device), self._references.get((index, number))
+            if kept is None:
+                bank.set_full()
+                logits = model_logits(self.model, tokens)
+                kept = Divergence(logits)
+                if index in self.judging and logits.numel() * len(self.judging) <= room:
+                    self._references[index, number] = kept
+            yield kept, tokens
 
     def measured_on(self, round_number: int) -> list[int]:
         """Batches of a round, from 0; of a pool that is too small for a second round, the same."""
@@ -159,10 +167,16 @@ class Polish:
     def divergence(self, choice: np.ndarray, bank: Bank) -> float:
         """KL(full precision, quantized) of a choice on the judging batches, nats/token."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
+
+        def summed(index: int) -> Tensor:
+            sums = torch.zeros(1, dtype=torch.float64, device=self.device)
+            for reference, tokens in self._parts(index, bank):
+                bank.set_formats(self.formats(choice))
+                sums += reference.sum(model_logits(self.model, tokens))
+            return sums
+
         for index in self.judging:
-            reference = self._reference(index, bank)
-            bank.set_formats(self.formats(choice))
-            total += reference.sum(model_logits(self.model, self.batches[index].to(self.device)))
+            total += self.micro.run(partial(summed, index), len(self.batches[index]))
         return float(self._token_mean(total, len(self.judging))[0])
 
     def _measure(
@@ -180,10 +194,24 @@ class Polish:
         sums = torch.zeros(len(steps) + 1, dtype=torch.float64, device=self.device)
         note = f"KL {self.rows[-1]['kl']:.4f}"
         measuring = self.measured_on(len(self.rows) - 1)
+
+        def count(said: str | None, _: str) -> None:
+            if said is not None:
+                advance(said)
+
+        def summed(index: int) -> Tensor:
+            of_batch = torch.zeros_like(sums)
+            n_parts = len(self.micro.parts(self.batches[index]))
+            for number, (reference, tokens) in enumerate(self._parts(index, bank), start=1):
+                of_batch[-1] += reference.sum(disturbances.start(tokens, self.formats(self.choice)))
+                said = note if number == n_parts else None
+                of_batch[:-1] += disturbances.kl_sums(
+                    changes, reference, partial(count, said), rows=self.micro.rows
+                )
+            return of_batch
+
         for index in measuring:
-            reference, tokens = self._reference(index, bank), self.batches[index].to(self.device)
-            sums[-1] += reference.sum(disturbances.start(tokens, self.formats(self.choice)))
-            sums[:-1] += disturbances.kl_sums(changes, reference, lambda _: advance(note))
+            sums += self.micro.run(partial(summed, index), len(self.batches[index]))
         kls = self._token_mean(sums, len(measuring))
         unit, changed = np.array(steps).T
         own = self.choice[unit]
@@ -295,6 +323,7 @@ class Polish:
         write_text(self.folder / LOG_FILE, text)
         facts = {
             "size": self.size,
+            "micro_batch": self.micro.rows,
             "fruitless": self.fruitless,
             "rows": self.rows,
             "seconds": self.clock.seconds,
@@ -316,4 +345,4 @@ class Polish:
             arrays[name] for name in ("choice", "gain", "weight")
         )
         self.size, self.fruitless, self.rows = facts["size"], facts["fruitless"], facts["rows"]
-        self.clock.before = facts["seconds"]
+        self.clock.before, self.micro.rows = facts["seconds"], facts["micro_batch"]

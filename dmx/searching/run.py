@@ -30,6 +30,7 @@ from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
 from dmx.models.in_files import float32_layers
 from dmx.models.linears import FUSED_GROUPS, linear_layers, match_layers, plain_model
+from dmx.models.memory import MicroBatch
 from dmx.models.ranges import input_amax
 from dmx.models.running import evaluating, model_logits
 from dmx.models.searchable import check_differentiable
@@ -103,18 +104,24 @@ def _search_space(
     return space
 
 
-def seeing_inputs(model: nn.Module, space: SearchSpace, batches: Sequence[Tensor]) -> SearchSpace:
+def seeing_inputs(
+    model: nn.Module,
+    space: SearchSpace,
+    batches: Sequence[Tensor],
+    micro: MicroBatch | None = None,
+) -> SearchSpace:
     """The space with what inputs reach on the batches, where a candidate needs it.
 
     Args:
         model: with its transform.
+        micro: rows that run at a time, None: whole batches.
     """
     if not space.needs_input_amax():
         return space
     device = next(model.parameters()).device
     processes = Processes(device)
     own = [processes.own_rows(batch) for batch in batches]
-    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], own)
+    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], own, micro)
     # float64 holds what float32 does: one process has the same numbers.
     values = torch.tensor(list(seen.values()), dtype=torch.float64, device=device)
     largest = processes.largest(values).tolist()
@@ -193,7 +200,7 @@ def _search(
     if where is not None and own_rank() == 0:
         # An unwritable folder must show now, not after the first checkpoint's worth of steps.
         write_text(where / ".writable", "").unlink(missing_ok=True)
-    found = _Unreached(model, listed, where)
+    found = _Unreached(model, listed, where, config.rows_at_a_time())
     _warn_of_rare_experts(found.expert_tokens, config)
     unreached = _alone(found.layers, model, config)
     if unreached or unread_layers(model):
@@ -286,9 +293,13 @@ class _Job:
                 return self.polish(outcome)
         transform = self.transform()
         with transformed(model, transform, layers):
-            self.space = seeing_inputs(self.model, self.space, self.batches)
+            self.space = self.seeing_inputs(self.space)
             descends = self.config.descends
             return self.polish(self.descend(transform) if descends else self.rank(transform))
+
+    def seeing_inputs(self, space: SearchSpace) -> SearchSpace:
+        """Of the model with its transform."""
+        return seeing_inputs(self.model, space, self.batches, self.config.rows_at_a_time())
 
     def transform(self) -> Transform:
         """The one that is asked for; inputs are selected here."""
@@ -299,7 +310,7 @@ class _Job:
         measured = []
         for transform in (Transform(), Transform("hadamard_block")):
             with transformed(self.model, transform, transformed_layers(space)):
-                seen = seeing_inputs(self.model, space, self.batches)
+                seen = self.seeing_inputs(space)
                 measured.append(self.scan(transform, config, seen).kl([0])[:, 0])
         return selected_transform(self.space, space, *measured)
 
@@ -368,7 +379,7 @@ class _Job:
         """Hash of everything that the numbers of a stage depend on, but for code and machine; without
         its polish, which may be added to a search that has ended."""
         settings = asdict(self.config)
-        del settings["descent"]["checkpoint_every"]
+        del settings["descent"]["checkpoint_every"], settings["oom"]
         settings["descent"]["path"] = self.config.paths  # what auto stands for
         del settings["rotation"]["file"]  # its content is in the transform's key
         if not with_polish:
@@ -410,7 +421,9 @@ def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
 class _Unreached:
     """`unreached_layers`, kept in a search's folder once it has ended: then the model is not run again."""
 
-    def __init__(self, model: nn.Module, batches: list[Tensor], folder: Path | None) -> None:
+    def __init__(
+        self, model: nn.Module, batches: list[Tensor], folder: Path | None, micro: MicroBatch
+    ) -> None:
         self.path = None if folder is None else folder / UNREACHED_FILE
         self.of = {"layers": list(linear_layers(model)), "batches": batches_sha256(batches)}
         processes = Processes(next(model.parameters()).device)
@@ -418,8 +431,8 @@ class _Unreached:
         if known is None:
             own = [processes.own_rows(batch) for batch in batches]
             known = (
-                _unreached_by_all(model, own, processes),
-                _total_tokens(expert_tokens(model, own), processes),
+                _unreached_by_all(model, own, processes, micro),
+                _total_tokens(expert_tokens(model, own, micro), processes),
             )
         self.layers, self.expert_tokens = known
 
@@ -451,9 +464,11 @@ def _alone(unreached: Sequence[str], model: nn.Module, config: SearchSettings) -
     return [name for name in unreached if experts_path(name) not in reached - {None}]
 
 
-def _unreached_by_all(model: nn.Module, own: list[Tensor], processes: Processes) -> list[str]:
+def _unreached_by_all(
+    model: nn.Module, own: list[Tensor], processes: Processes, micro: MicroBatch
+) -> list[str]:
     """`unreached_layers` of batches whose rows several processes share."""
-    unreached = set(unreached_layers(model, own))
+    unreached = set(unreached_layers(model, own, micro))
     names = list(linear_layers(model))
     flags = torch.tensor([name in unreached for name in names], device=processes.own_device)
     counts = processes.total(flags.int()).tolist()

@@ -32,7 +32,7 @@ from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.searching.bank import Bank, SearchLinear, searching_model
 from dmx.searching.config import SearchConfig
-from dmx.searching.disturbances import Disturbances
+from dmx.searching.disturbances import Change, Disturbances
 from dmx.searching.scores import ScoreFile
 from dmx.state import code_version
 
@@ -59,6 +59,7 @@ class Scan:
         self.fingerprint, self.folder = fingerprint, folder
         self.device = next(model.parameters()).device
         self.processes = Processes(self.device)
+        self.micro = config.rows_at_a_time()
 
     def _file(self, kind: str, block_format: Format) -> ScoreFile:
         key: dict[str, Any] = {
@@ -68,6 +69,7 @@ class Scan:
             "fixed": {k: str(v) for k, v in self.space.fixed.items()},
             "code": code_version(__name__),
             "score_batches": len(self.batches),
+            "micro_batch": self.config.micro_batch,
             **self.fingerprint,
         }
         if isinstance(block_format, BlockFormat):
@@ -75,7 +77,7 @@ class Scan:
         if self.space.input_amax is not None:  # of more batches than those that are scored
             key["input_amax"] = dict(self.space.input_amax)
         if kind == "weight_mse":  # weights alone: any data gives the same scores
-            del key["score_batches"], key["batches"]
+            del key["score_batches"], key["batches"], key["micro_batch"]
             key.pop("input_amax", None)
             if "scale_rules" in key:
                 del key["scale_rules"]["input"]
@@ -165,17 +167,36 @@ class Scan:
             for index in range(done, n_batches):
                 batch = self.batches[index]
                 tokens = self.processes.own_rows(batch).to(self.device)
-                reference = disturbances.start(tokens, [None] * n_units, fixed=False)
-                own = disturbances.kl_sums(changes, Divergence(reference), advance)
+                own = self._kl_sums(disturbances, tokens, changes, advance)
                 kls = self.processes.total(own).cpu().numpy()
                 sums += kls.reshape(n_units, -1) / (batch.numel() * n_batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
 
+    def _kl_sums(
+        self,
+        disturbances: Disturbances,
+        tokens: Tensor,
+        changes: Sequence[Change],
+        advance: Callable[[str], None],
+    ) -> Tensor:
+        """(len(changes),) float64: KL of each change of the unquantized model, summed over these rows."""
+        unchanged: list[Format | None] = [None] * len(self.space.units)
+
+        def summed() -> Tensor:
+            sums = torch.zeros(len(changes), dtype=torch.float64, device=tokens.device)
+            *others, last = self.micro.parts(tokens)
+            for part in (*others, last):
+                reference = Divergence(disturbances.start(part, unchanged, fixed=False))
+                said = advance if part is last else lambda _: None
+                sums += disturbances.kl_sums(changes, reference, said, rows=self.micro.rows)
+            return sums
+
+        return self.micro.run(summed, len(tokens))
+
     # fisher: parts are batches -----------------------------------------------------------------
 
     def _scan_fisher(self, formats: list[Format], files: list[ScoreFile]) -> None:
-        n_units = len(self.space.units)
         sums, done = self._partial(formats)
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
@@ -183,15 +204,23 @@ class Scan:
         ):
             for index in range(done, len(self.batches)):
                 tokens = self.processes.own_rows(self.batches[index]).to(self.device)
-                totals = torch.zeros(
-                    n_units, len(formats), PARTIAL_SUMS, dtype=torch.float32, device=self.device
-                )
-                self._fisher_pass(bank, tokens, formats, totals)
-                scores = self.processes.total(totals.double().sum(-1))
+                scores = self.processes.total(self._fisher_sums(bank, tokens, formats))
                 sums += scores.cpu().numpy() / len(self.batches)
                 for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
                     self._save(block_format, file, sums[:, column], index + 1)
                 advance("")
+
+    def _fisher_sums(self, bank: Bank, tokens: Tensor, formats: list[Format]) -> Tensor:
+        """(U, len(formats)) float64, of these rows."""
+        shape = (len(self.space.units), len(formats), PARTIAL_SUMS)
+
+        def totals() -> Tensor:
+            sums = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            for part in self.micro.parts(tokens):
+                self._fisher_pass(bank, part, formats, sums)
+            return sums
+
+        return self.micro.run(totals, len(tokens)).double().sum(-1)
 
     def _fisher_pass(
         self, bank: Bank, tokens: Tensor, formats: list[Format], totals: Tensor

@@ -113,6 +113,8 @@ class Transform:
             facts["block_size"] = self.residual_block
         layers = assignment.transformed
         facts["run_time"] = self.cost(model, layers)
+        if self.name == "hadamard_full":
+            assignment = replace(assignment, bits=_with_head(assignment, model))
         if self.name == "learned":
             used = {fused_group(layer) for layer in layers}
             rotations = {name: r for name, r in self.rotations.items() if name in used}
@@ -129,7 +131,7 @@ class Transform:
         linears = linear_layers(model)
         weights = {id(linears[name].weight): linears[name].weight.numel() for name in layers}
         if self.name == "hadamard_full":
-            rotated, products, added = 0, 0, _untied_elements(model)
+            rotated, products, added = 0, 0, _untied_elements(model, layers)
         else:
             rotated = sum(map(self.rotates, layers))
             products = BLOCK_SIZE if rotated else 0
@@ -209,10 +211,22 @@ def transformed(model: nn.Module, transform: Transform, layers: Iterable[str]) -
         undo()
 
 
-def _untied_elements(model: Any) -> int:
-    """Elements of the head where it shares them with the embedding, else 0."""
+def _untied_elements(model: Any, layers: Iterable[str]) -> int:
+    """Elements of the head where untying it from the embedding adds them: not where it is one of the quantized
+    `layers`, which are held apart from the embedding anyway."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    return head.weight.numel() if head is not None and head.weight is table.weight else 0
+    if head is None or head.weight is not table.weight:
+        return 0
+    linears = linear_layers(model)
+    return 0 if any(linears[name] is head for name in layers) else head.weight.numel()
+
+
+def _with_head(assignment: Assignment, model: nn.Module) -> dict[str, float]:
+    """The bits of an assignment under hadamard_full, whose files hold a tied head apart from the embedding."""
+    whole = "whole_model_bits_per_element"
+    elements = sum(p.numel() for p in model.parameters())
+    added = 16 * _untied_elements(model, assignment.transformed) / elements
+    return {**assignment.bits, whole: assignment.bits[whole] + added}
 
 
 # ---------------------------------------------------------------- the file of learned rotations

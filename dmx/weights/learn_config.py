@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmx.errors import DataError, RunError
 from dmx.formats import BlockFormat, Format, check_choice
+from dmx.models.memory import OOM
 from dmx.weights.learned_optimizer import STATES, warm_cosine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -43,6 +44,8 @@ class LearnConfig:
     one in eight, at most 4. With 0 it is measured on the first batches, and says so."""
     micro_batch: int | None = None
     """Rows of a batch that run at a time, to save memory; null = all."""
+    oom: str = "stop"
+    """stop | halve: where the memory does not hold the rows that run at a time, go on with half as many."""
     masters: str = "float32"
     """float32 | bfloat16 (rounded stochastically): what learns."""
     optimizer_state: str = "float32"
@@ -61,6 +64,7 @@ class LearnConfig:
         check_choice(self.train, ("weights", "scales"), "learn.train")
         check_choice(self.masters, tuple(DTYPES), "learn.masters")
         check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
+        check_choice(self.oom, OOM, "learn.oom")
         for name in ("keep_reference", "cuda_graph"):
             check_choice(getattr(self, name), ("auto", "on", "off"), f"learn.{name}")
         for name in ("inputs", "gradient_checkpointing"):
@@ -130,6 +134,7 @@ class LearnConfig:
         """Refuse settings of a stage that has no steps."""
         asked = {
             "micro_batch": self.micro_batch is not None,
+            "oom": self.oom == "halve",
             "gradient_checkpointing": self.gradient_checkpointing,
             "keep_reference": self.keep_reference == "on",
             "cuda_graph": self.cuda_graph == "on",

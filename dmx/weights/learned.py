@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from dmx.models.experts import has_linear_experts
 from dmx.models.finite import check_finite_weights
 from dmx.models.graph import GraphedStep
 from dmx.models.linears import linear_layers, plain_model
+from dmx.models.memory import MicroBatch
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
 from dmx.numerics.mx import INPUT_DTYPES
@@ -120,12 +122,17 @@ class _Learning:
         config = self.config
         self.device = self.masters.values.device
         self.processes = Processes(self.device)
+        self.micro = MicroBatch(config.micro_batch, config.oom, "learn")
         self.optimizer = AdamW(self.masters.values, STATES[config.optimizer_state], config.seed)
         self.history = torch.zeros(config.steps, 2, device=self.device)
         self.uses_graph = self._decide_on_graph()
         first = self._own(self.batches[0])
         self.objective = objective_of(self.model, first, set(self.masters.places))
         self.references: dict[int, Tensor] = {}
+        self._keeps: bool | None = None
+        self._graphs: dict[str, GraphedStep] = {}
+        self._rows = self.micro.rows
+        """That references and graphs were made with."""
 
     # --- what a step needs ---------------------------------------------------------------------
 
@@ -159,16 +166,17 @@ class _Learning:
     def _reference(self, tokens: Tensor) -> tuple[Tensor]:
         """What the loss needs of the full-precision model."""
         self.bank.is_full = True
-        return (self.objective.reference(tokens),)
+        parts = [self.objective.reference(part) for part in self.micro.parts(tokens)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts),)
 
     def _gradient(self, tokens: Tensor, reference: Tensor) -> tuple[Tensor]:
         """Loss of a batch, 0-d float32; its gradient lies in `masters`. No synchronization."""
         self.bank.is_full = False
         self.masters.quantize()
         self.masters.gradient.zero_()
-        rows = self.config.micro_batch or len(tokens)
         total = torch.zeros((), device=self.device)
-        for part, wanted in zip(tokens.split(rows), reference.split(rows), strict=True):
+        parts = zip(self.micro.parts(tokens), self.micro.parts(reference), strict=True)
+        for part, wanted in parts:
             self.bank.forget()
             loss = self.objective.loss(part, wanted) * (len(part) / len(tokens))
             loss.backward()
@@ -176,20 +184,51 @@ class _Learning:
         self.bank.forget()
         return (total,)
 
-    def _captured(self, step: Callable[..., tuple[Tensor]], *inputs: Tensor) -> Callable[..., Any]:
-        return GraphedStep(step, *inputs) if self.uses_graph else step
+    def _graphed(self, step: Callable[..., tuple[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        """What a step gives, in a CUDA graph where the config asks for it."""
+        if not self.uses_graph:
+            return step(*inputs)
+        if step.__name__ not in self._graphs:
+            self._graphs[step.__name__] = GraphedStep(step, *inputs)
+        return self._graphs[step.__name__](*inputs)
+
+    def _loss_of(self, index: int) -> Tensor:
+        """Loss of a batch, 0-d float32; its gradient lies in `masters`."""
+        tokens = self._own(self.batches[index])
+
+        def run() -> Tensor:
+            if self._rows != self.micro.rows:
+                self._graphs, self.references, self._rows = {}, {}, self.micro.rows
+            reference = self.references.get(index)
+            if reference is None:
+                (reference,) = self._graphed(self._reference, tokens)
+                if self._keeps is None:
+                    self._keeps = self._keeps_references(reference)
+                if self._keeps:  # a captured pass writes the next one over it
+                    self.references[index] = reference.clone() if self.uses_graph else reference
+            (loss,) = self._graphed(self._gradient, tokens, reference)
+            return loss
+
+        return self.micro.run(run, len(tokens))
 
     def measure(self, batches: Sequence[Tensor]) -> float:
         """KL of the quantized model as it now is, nats/token."""
         self.masters.quantize()
         total = torch.zeros((), device=self.device)
+
+        def measured(tokens: Tensor) -> Tensor:
+            loss = torch.zeros((), device=self.device)
+            for part in self.micro.parts(tokens):
+                (reference,) = self._reference(part)
+                self.bank.is_full = False
+                self.bank.forget()
+                loss += self.objective.loss(part, reference) * (len(part) / len(tokens))
+            return loss
+
         with torch.no_grad():
             for batch in batches:
                 tokens = self._own(batch)
-                (reference,) = self._reference(tokens)
-                self.bank.is_full = False
-                self.bank.forget()
-                total += self.objective.loss(tokens, reference)
+                total += self.micro.run(partial(measured, tokens), len(tokens))
         self.bank.forget()
         return float(self.processes.mean(total / len(batches)))
 
@@ -212,7 +251,12 @@ class _Learning:
         """Leave a checkpoint, after a look at the losses so far."""
         self.check_finite()
         if self.processes.is_main:
-            facts = {"step": self.step, "kl_before": self.kl_before, "seconds": self.clock.seconds}
+            facts = {
+                "step": self.step,
+                "micro_batch": self.micro.rows,
+                "kl_before": self.kl_before,
+                "seconds": self.clock.seconds,
+            }
             tensors = {"masters": self.masters.values, "history": self.history}
             self.file.save(State(facts, tensors | self.optimizer.state()))
 
@@ -227,6 +271,7 @@ class _Learning:
             self.step = int(state.facts["step"])
             self.optimizer.load(state.tensors, self.step)
             self.kl_before = state.facts["kl_before"]
+            self.micro.rows = state.facts["micro_batch"]
             self.clock.before = state.facts["seconds"]
         except (KeyError, RuntimeError, TypeError) as error:
             raise self.file.damaged(error) from error
@@ -268,20 +313,8 @@ class _Learning:
         self, advance: Callable[[str], None], look_every: int, interrupts: _Interrupts
     ) -> None:
         config, note = self.config, ""
-        first = self._own(self.batches[0])
-        refer = self._captured(self._reference, first)
-        (example,) = refer(first)
-        keeps = self._keeps_references(example)
-        step = self._captured(self._gradient, first, example)
         for index in batch_order(len(self.batches), config.seed, self.step):
-            tokens = self._own(self.batches[index])
-            reference = self.references.get(index)
-            if reference is None:
-                (reference,) = refer(tokens)
-                if keeps:  # a captured pass writes the next one over it
-                    self.references[index] = reference.clone() if self.uses_graph else reference
-            (loss,) = step(tokens, reference)
-            self._update(loss)
+            self._update(self._loss_of(index))
             is_last = self.step == config.steps
             if self.step % look_every == 0 or is_last or interrupts.asked:
                 self.check_finite()
@@ -390,6 +423,8 @@ def learn_weights(
             facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
             weights = {name: masters.result(name) for name in masters.places}
             facts["cuda_graph"] = "on" if run.uses_graph else "off"
+            if run.micro.rows != config.micro_batch:
+                facts["micro_batch"] = run.micro.rows
         elif blocks is not None:
             weights |= blocks.kept
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from dmx.errors import DmxError
+from dmx.models.memory import is_out_of_memory
 from dmx.processes import own_rank
 
 from .composing import check_overrides, register
@@ -112,16 +112,10 @@ class OutOfMemory(DmxError):
 
 _LESS_MEMORY = (
     "{}. Set one of these lower: calibration.batch_size, calibration.window, evaluation.batch_size, "
-    "eval.batch_size; train.batch_size of a training; or search.descent.gradient_checkpointing=true, "
-    "learn.gradient_checkpointing=true. With other settings the run needs another run.folder."
+    "eval.batch_size, search.micro_batch, learn.micro_batch; train.batch_size of a training; or "
+    "search.descent.gradient_checkpointing=true, learn.gradient_checkpointing=true; or let a search and learning "
+    "find out how many rows fit: search.oom=halve, learn.oom=halve. With other settings the run needs another run.folder."
 )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch or Python could not allocate; of a CPU torch raises a RuntimeError like any other."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
 
 
 def stopping_at_an_interrupt(task: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:

@@ -49,11 +49,11 @@ def batches():
     return [torch.randint(3, 250, (2, 16), generator=generator) for _ in range(2)]
 
 
-def searched(model, name="random", **settings):
+def searched(model, name="random", *, limit=5.0, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         config = dmx.SearchConfig(name=name, **settings)
-        return dmx.search(model, batches(), dmx.Budget(5.0), config).assignment
+        return dmx.search(model, batches(), dmx.Budget(limit), config).assignment
 
 
 def gemma3():
@@ -327,6 +327,22 @@ def test_stated_bits_are_those_of_the_files(target, family, tied, head, tmp_path
     )
     stored = 8 * done.bytes["total"] / sum(p.numel() for p in model.parameters())
     assert found.bits["whole_model_bits_per_element"] == pytest.approx(stored, rel=1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("family", ["mxfp8_mxfp4", ["mxfp4", "bf16"]], ids=str)
+@pytest.mark.parametrize("transform", ["none", "hadamard_full"])
+def test_stated_bits_are_those_of_the_files_for_any_choice(transform, family, tied, head, tmp_path):
+    model = make_tiny(TinyConfig(tied=tied, layers=1)).bfloat16()
+    elements = sum(p.numel() for p in model.parameters())
+    settings = {"family": family, "include_lm_head": head, "transform": transform, "units": "layer"}
+    for seed, limit in enumerate((5.0, 7.0, 14.0)):
+        found = searched(model, limit=limit, seed=seed, **settings)
+        folder = tmp_path / str(seed)
+        done = dmx.export(model, found, folder, target="quark", verify=False)
+        stored = 8 * done.bytes["total"] / elements
+        assert found.bits["whole_model_bits_per_element"] == pytest.approx(stored, rel=1e-12)
 
 
 def test_what_a_model_keeps_in_float32_stays_so(tmp_path):

@@ -1,0 +1,65 @@
+"""Batches in fewer rows at a time, where the memory does not hold all rows at once.
+
+Losses and scores are sums over rows, so what is computed from them does not depend on how many run at a time, but for
+the order in which floating point adds.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+OOM = ("stop", "halve")
+_T = TypeVar("_T")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether torch or Python could not allocate; of a CPU torch raises a RuntimeError like any other."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    )
+
+
+class MicroBatch:
+    """How many rows of a batch run at a time in one stage; fewer from each time on that the memory does not hold them.
+
+    Args:
+        rows: to begin with; None: all.
+        oom: stop: memory that does not do is an error. halve: half as many rows at a time go on.
+        stage: whose settings these are, for messages: `search`.
+    """
+
+    def __init__(self, rows: int | None, oom: str, stage: str) -> None:
+        self.rows, self.halves, self.stage = rows, oom == "halve", stage
+
+    def parts(self, batch: Tensor) -> tuple[Tensor, ...]:
+        """Of a batch (rows, ...): what runs at a time."""
+        return batch.split(self.rows or len(batch))
+
+    def run(self, use: Callable[[], _T], rows: int) -> _T:
+        """What `use` gives, which runs a batch of so many rows by `parts`; it begins again after each halving, so
+        it must leave nothing behind that counts."""
+        while True:
+            try:
+                return use()
+            except (MemoryError, RuntimeError) as error:
+                ran = min(self.rows or rows, rows)
+                # A capture that ran out ends in an error of the graph's, raised while that one is handled.
+                causes = (error, error.__context__)
+                if not (
+                    self.halves and ran > 1 and any(map(is_out_of_memory, filter(None, causes)))
+                ):
+                    raise
+            # Here, where nothing holds what the pass that failed had allocated.
+            self.rows = (ran + 1) // 2
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            warnings.warn(
+                f"{self.stage}: the memory does not hold {ran} rows at a time; it goes on with {self.rows} "
+                f"({self.stage}.oom=halve). {self.stage}.micro_batch={self.rows} begins so.",
+                stacklevel=2,
+            )
