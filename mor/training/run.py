@@ -77,6 +77,9 @@ class TrainingRun:
             "outlier_step": config.outlier.step,
         }
         self.held: FrozenChannels | None = None
+        self.balance = float(getattr(model.config, "router_aux_loss_coef", None) or 0.0)
+        """Weight of the loss that keeps experts in equal use; 0 without experts."""
+        self.routed = {"output_router_logits": True} if self.balance else {}
         self.has_mor = any(hasattr(m, "handle") for m in model.modules())
 
     @classmethod
@@ -118,11 +121,12 @@ class TrainingRun:
         self.wrapped.train()
         self.optimizer.zero_grad(set_to_none=True)
         with self.accelerator.autocast():
-            logits = self.wrapped(input_ids=batch, use_cache=False).logits
-        loss = next_token_losses(logits, batch).mean()
+            output = self.wrapped(input_ids=batch, use_cache=False, **self.routed)
+        loss = next_token_losses(output.logits, batch).mean()
+        balance = self.balance * output.aux_loss if self.routed else 0.0
         # Backward passes with Python in them would wait for autograd's own thread at every layer.
         with torch.autograd.set_multithreading_enabled(False):
-            self.accelerator.backward(loss)
+            self.accelerator.backward(loss + balance)
         if self.held is not None:
             self.held.clear_gradients()
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.clip)

@@ -122,8 +122,16 @@ def test_every_recipe_file_composes():
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = build_root(TrainMorRun, compose("train_mor", [f"mor=[{','.join(recipes)}]"]))
         pretrain = compose("train_mor", ["experiment=pretrain_49m"])
+        dense = compose("train_mor", ["experiment=pretrain_qwen3_48m"])
+        mixture = compose("train_mor", ["experiment=pretrain_qwen3_moe_30m_active"])
     assert sorted(config.plan.recipes) == recipes and config.plan.recipes["bf16"] is None
     assert build_root(TrainMorRun, pretrain).architecture["hidden_size"] == 512
+    assert build_root(TrainMorRun, dense).architecture["model_type"] == "qwen3"
+    sizes = build_root(TrainMorRun, mixture).architecture
+    assert sizes["hidden_size"] == 512 and sizes["num_experts_per_tok"] == 4
+    attention = 512 * 64 * (8 + 4 + 4 + 8)
+    experts = 3 * 512 * sizes["moe_intermediate_size"] * sizes["num_experts_per_tok"]
+    assert sizes["num_hidden_layers"] * (attention + experts) > 30e6
 
 
 def rows(recipe: str, *losses: float | None) -> list[TrainingRow]:

@@ -25,6 +25,7 @@ from mor.training import (
     train,
 )
 from tests.golden import assert_same_bits
+from tests.mixtures import mixture
 
 RECIPES = {
     "bf16": None,
@@ -229,6 +230,16 @@ def test_activation_checkpointing_gives_the_same_numbers(tiny_random, tmp_path, 
     _, saved = run(tiny_random.model, tmp_path / "saved", config=config)
     assert torch.equal(plain.window_nll, saved.window_nll)
     assert read_log(folder / "mor.jsonl") == read_log(tmp_path / "saved/mor.jsonl")
+
+
+def test_experts_are_kept_in_equal_use_and_the_loss_is_that_of_the_text(tmp_path):
+    losses = {}
+    for weight in (0.0, 1000.0):
+        model = mixture(vocab_size=256, router_aux_loss_coef=weight)
+        run(model, tmp_path / str(weight), recipe="bf16", config=settings(max_steps=4, log_every=1))
+        losses[weight] = [row["loss"] for row in read_rows(tmp_path / str(weight) / "train.jsonl")]
+    assert losses[0.0][0] == losses[1000.0][0]
+    assert losses[0.0][-1] != losses[1000.0][-1]
 
 
 def test_schedule_rises_then_falls_to_its_share():
