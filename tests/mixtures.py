@@ -41,5 +41,6 @@ def token_ids(count=2):
 
 def logits(model):
     """(2, 16, 96)"""
+    device = next(model.parameters()).device
     with torch.no_grad():
-        return model(input_ids=token_ids(1)[0], use_cache=False).logits
+        return model(input_ids=token_ids(1)[0].to(device), use_cache=False).logits

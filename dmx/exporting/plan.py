@@ -20,7 +20,7 @@ from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
-from dmx.formats import BF16, check_choice
+from dmx.formats import BF16, FP8, check_choice
 from dmx.models.experts import experts_modules, experts_path
 from dmx.models.linears import fused_group
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
@@ -259,6 +259,8 @@ def check_holds(
             "profile=transformers, or search again with search.units=fused."
         )
     _check_built(assignment, target, profile)
+    if profile == "vllm" and not inputs:
+        _check_fp8_experts(assignment, setting)
     if holds.shares_scales:
         _check_scales(assignment, setting, inputs, per_tensor=holds.per_tensor)
     if inputs:
@@ -291,6 +293,17 @@ def _check_built(assignment: Assignment, target: str, profile: str | None) -> No
         warnings.warn(
             f"{said}, and cannot load these files, {own.name} can. For {loader.name}, {again.format('vllm_quark')}",
             stacklevel=4,
+        )
+
+
+def _check_fp8_experts(assignment: Assignment, setting: str) -> None:
+    """Raise FormatError for experts in FP8 beside inputs that are left alone: vLLM has no such product."""
+    formats = assignment.block_formats("weight")
+    lone = [layer for layer, f in formats.items() if f is FP8 and experts_path(layer) is not None]
+    if lone:
+        raise FormatError(
+            f"{setting}, inputs=false: vLLM runs experts in fp8 with quantized inputs alone ({len(lone)} layers, first "
+            f"{lone[0]}). Use inputs=true, or profile=transformers."
         )
 
 

@@ -14,7 +14,7 @@ from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import read_assignment
-from dmx.formats import MXFP4, NVFP4, get_format
+from dmx.formats import FP8, MXFP4, NVFP4, get_format
 from dmx.models.experts import linear_experts
 from dmx.numerics import quantize
 from dmx.searching import SearchConfig, uniform_assignment
@@ -145,6 +145,15 @@ def test_each_expert_may_have_a_format_of_its_own_in_files_that_no_engine_fuses(
         FormatError, match=rf"needs one format in each fused group .*first {BLOCKS[0]}\."
     ):
         dmx.export(model, assignment, tmp_path / "y", target="compressed_tensors", profile="vllm")
+
+
+def test_experts_in_fp8_need_inputs_for_vllm(model, tmp_path):
+    vllm = {"target": "compressed_tensors", "profile": "vllm", "verify": False}
+    with pytest.raises(
+        FormatError, match=rf"vLLM runs experts in fp8 .*first {BLOCKS[0]}\.0\.gate_proj"
+    ):
+        dmx.export(model, uniform(model, FP8), tmp_path / "x", **vllm)
+    dmx.export(model, uniform(model, FP8), tmp_path / "x", **vllm, inputs=True)
 
 
 @pytest.mark.parametrize(

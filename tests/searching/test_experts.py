@@ -105,6 +105,28 @@ def test_gradients_of_experts_are_those_of_each_expert(model):
     assert abs(gradients[0]) > 1e-4
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["fisher", "kl_per_bit", "differentiable"])
+def test_on_a_card_both_forms_search_and_agree(dtype, name):
+    model = mixture(dtype=dtype).cuda()
+    before = logits(model)
+    for experts in ("block", "each"):
+        done = found(model, name=name, experts=experts, steps=2)
+        dmx.apply(model, done.assignment)
+        assert bool(logits(model).isfinite().all())
+        dmx.restore(model)
+        assert torch.equal(logits(model), before)
+    seen = []
+    for experts in ("block", "each"):
+        config = SearchConfig(name="uniform", experts=experts)
+        dmx.apply(model, uniform_assignment(model, MXFP4, config))
+        seen.append(logits(model).float())
+        dmx.restore(model)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.05
+    assert float((seen[0] - seen[1]).norm() / seen[0].norm()) < tolerance
+
+
 def test_an_assignment_is_kept_checked_and_applied(model, tmp_path):
     done = found(model, name="random", folder=tmp_path / "run").assignment
     kept = dmx.Assignment.load(done.save(tmp_path / "assignment.json"))
