@@ -180,9 +180,15 @@ def write_model(config: str, place: Path, names: Collection[str] = tuple(CASES))
         model, tokenizer = loaded.model.to(device), loaded.tokenizer
         tokenizer.save_pretrained(place / "bf16")
     model.save_pretrained(place / "bf16")  # type: ignore[operator]
+    failed = []
     for name, case in ALL.items():
         if name in names and name not in OF_TINY_ALONE:
-            write(model, case, place / name, tokenizer)
+            try:
+                write(model, case, place / name, tokenizer)
+            except Exception as error:  # the others are worth having: time on a card is short
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 def main() -> None:
