@@ -1,10 +1,13 @@
 """A disk that is full, a folder without rights, too little memory, and files that would run code."""
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
 import resource
+import subprocess
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -99,6 +102,70 @@ def test_a_folder_without_rights_is_said_to_an_ordinary_user(tmp_path):
     said = out.splitlines()
     assert len(said) == 3 and all("Permission denied" in line for line in said), out + err
     assert all("hoose a" in line for line in said) and not list(folder.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_file_system_that_fills_up_is_said_and_room_brings_the_same_result(
+    tiny_random, tmp_path, small_disk
+):
+    config = search_config(name="differentiable", steps=4, checkpoint_every=2)
+
+    def found(folder):
+        return dmx.search(tiny_random.model, BATCHES, dmx.Budget(5.0), config, folder=folder)
+
+    filler = small_disk / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    filler.write_bytes(bytes(filler.stat().st_size - 4096))  # room for the first small file
+    with pytest.raises(RunError, match=r"cannot write .*No space left.*has room"):
+        found(small_disk / "run")
+    left = [p.name for p in (small_disk / "run").rglob("*") if p.is_file()]
+    assert not [name for name in left if name.endswith(".tmp")], "nothing half-written stays"
+    filler.unlink()
+    again, whole = found(small_disk / "run"), found(tmp_path / "whole")
+    np.testing.assert_array_equal(again.preference, whole.preference)
+
+
+# ---------------------------------------------------------------- clocks
+
+
+def test_a_wall_clock_that_jumps_back_breaks_neither_times_nor_going_on(run, tmp_path, monkeypatch):
+    settings = [*TINY, "baselines=[]", "search.steps=4", "search.descent.checkpoint_every=1"]
+    settings += [f"run.folder={tmp_path}/run"]
+    now = itertools.count(2_000_000_000, -86_400)  # a day back each time that somebody looks
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    own = bench.search
+    stopped = []
+
+    def stops_once(*args, **named):
+        found = own(*args, **named)
+        if not stopped:
+            stopped.append(found)
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(bench, "search", stops_once)
+    assert run(search, *settings)[0] == 130
+    code, _, err = run(search, *settings)
+    assert code == 0, err
+    record = json.loads((tmp_path / "run/record.json").read_text())
+    assert 0 < record["wall_seconds"] < 600
+    assert 0 < record["results"][0]["search_seconds"] < 600
+    rows = [json.loads(row) for row in (tmp_path / "run/history.jsonl").open()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert len(stopped) == 1
 
 
 # ---------------------------------------------------------------- memory

@@ -16,6 +16,7 @@ from dmx.errors import RunError
 from dmx.files import read_json, write_json
 from dmx.kernels import ops
 from dmx.processes import Processes
+from dmx.progress import Stopwatch
 from dmx.weights.config import WEIGHTS
 
 from ..reporting.record import (
@@ -62,7 +63,7 @@ class Run:
     ) -> None:  # fmt: skip
         """report: writes report.html of a folder that has its record."""
         self.report = report
-        self.started = time.time()
+        self.started, self.clock = time.time(), Stopwatch()
         self.command = command
         self.processes = Processes(config.torch_device())
         if is_sweep():
@@ -194,7 +195,7 @@ class Run:
             command=self.command,
             started=time_text(self.started),
             finished=time_text(),
-            wall_seconds=time.time() - self.started,
+            wall_seconds=self.clock.seconds,  # the wall clock may jump
             versions=versions(),
             device=device_facts(self.device),
             peak_memory_bytes=peak_memory_bytes(self.device),
