@@ -385,7 +385,6 @@ def learn_weights(
         torch.autocast(device.type, enabled=False),
         ExitStack() as stage,
     ):
-        stage.enter_context(assignment.linear_experts(model))
         weights, rotations = _prepare(model, assignment, stage)
         samples = {name: sample_of(weight) for name, weight in weights.items()}
         is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
@@ -504,8 +503,9 @@ def _prepare(
     """The transformed weights of the layers that learn, and the rotation of every layer's input.
 
     A rotation of blocks is taken out again, so that the full-precision model is the original one; one that is
-    folded into all of the model stays in `stage`.
+    folded into all of the model stays in `stage`, and so do linear layers in the place of experts.
     """
+    stage.enter_context(assignment.linear_experts(model))
     transform = Transform.of(assignment)
     undo = transform.install(model, assignment.transformed)
     try:
