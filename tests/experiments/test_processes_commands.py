@@ -18,8 +18,14 @@ from tests.settings import TINY
 pytestmark = pytest.mark.slow
 
 SEARCH = [
-    *(*TINY, "baselines=[bf16,kl_per_bit]", "weights=gptq", "baseline_weights=nearest"),
-    *("search.steps=12", "search.descent.checkpoint_every=2", "search.descent.raw_start=1"),
+    *(
+        *TINY,
+        "search=exact",
+        "baselines=[bf16,kl_per_bit]",
+        "weights=gptq",
+        "baseline_weights=nearest",
+    ),
+    *("search.steps=12", "search.descent.checkpoint_every=2"),
 ]
 
 
@@ -73,7 +79,7 @@ def test_a_killed_process_ends_the_others_and_one_goes_on_to_the_same_numbers(wh
         assert b.nll == pytest.approx(a.nll, rel=1e-3 if "gptq" in a.label else 1e-5), a.label
     for name in ("assignment.json", "kl_per_bit.json"):
         formats = [json.loads((path / name).read_text())["formats"] for path in (whole[0], folder)]
-        assert formats[0] == formats[1]
+        assert formats[0] == formats[1] and len(set(formats[0].values())) == 2
     histories = [
         [json.loads(line) for line in (path / "history.jsonl").read_text().splitlines()]
         for path in (whole[0], folder)
