@@ -469,6 +469,20 @@ class DifferentiableSearch:
                 if self.step % config.descent.checkpoint_every == 0:
                     self.save()
         self.save()
+        self._warn_of_idle_parts()
+
+    def _warn_of_idle_parts(self) -> None:
+        """Says what was there to shape the choice and did not."""
+        config, limit = self.config, self.budget.limit
+        dearest = self.space.bounds(self.budget.unit)[1]
+        hinge = config.descent.penalty == "hinge" and config.descent.slope > 0
+        highest = max(row["soft_bits"] for row in self.history)
+        if hinge and highest <= limit < dearest:
+            self._warn(
+                f"the penalty was 0 in all {config.steps} steps: the soft average reached {highest:.3f} of "
+                f"budget.limit={limit:g}, and the rest was chosen by the projection. Raise search.descent.raw_start "
+                "or search.steps, or use search.descent.penalty=exact."
+            )
         if np.array_equal(self.raw_rows[-1], self.raw_rows[0]):
             unit = self.space.units[0].name
             self._warn(

@@ -294,6 +294,18 @@ def test_a_search_in_which_nothing_moved_says_so(tiny):
     assert "no offset moved" in result.warnings[-1]
 
 
+def test_a_penalty_that_never_bites_says_so(tiny):
+    model, batches = tiny
+    said = r"penalty was 0 in all 2 steps: .* reached 4\.\d+ of budget\.limit=5, .*penalty=exact"
+    with pytest.warns(UserWarning, match=said):
+        dmx.search(model, batches, Budget(5.0), search_config(steps=2))
+    for bites in (
+        search_config(steps=2, raw_start=2.0),
+        search_config(steps=2, penalty="exact"),
+    ):
+        assert not dmx.search(model, batches, Budget(5.0), bites).warnings
+
+
 def test_gradients_that_are_not_finite_name_the_layer_once(tiny):
     model, batches = tiny
     model.model.layers[1].register_forward_hook(
