@@ -89,7 +89,7 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
         chosen = {name: choose(name) for name in linears}
     except DmxError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise AssignmentError(
             f"the config is damaged or of a version that is not read here ({error!r})."
         ) from error

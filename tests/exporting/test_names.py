@@ -123,6 +123,8 @@ def test_configs_of_no_known_tool_or_another_model(tiny_random, tmp_path):
         read_assignment(config, tiny_random.model)
     with pytest.raises(AssignmentError, match="holds neither"):
         read_assignment(tmp_path, tiny_random.model)
+    with pytest.raises(AssignmentError, match="the config is damaged"):  # a list for an object
+        read_assignment({"quantized_layers": [1]}, tiny_random.model)
 
 
 def _quark(**changed):
