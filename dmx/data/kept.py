@@ -1,5 +1,5 @@
 """What is known of long texts, kept on disk between processes: encoding millions of tokens takes a minute, and
-looking for sequences of an evaluation text in them ten seconds; reading either takes a moment.
+looking for sequences of an evaluation text in them some seconds; reading either takes a moment.
 
     <cache folder>/texts/<key>.safetensors    ids of one text by one tokenizer, or what two texts share
 
