@@ -10,8 +10,8 @@ token; e5m2 for e5m2 weights, whose exponents e4m3 lacks):
     worst output     the same of the worst output feature alone
     emulated         the error of dmx's emulation, F.linear in bf16
 
-on normal weights; on rows whose sizes differ by up to 2**30; and on blocks that do, the inputs of each as much smaller, so
-that every block counts. A twentieth of the blocks of the latter two is zero. Times: medians of CUDA graphs that run
+on normal weights; on rows whose sizes differ by up to 2**30; and on blocks that do (beside FP8 inputs by 2**14), the inputs
+of each as much smaller, so that every block counts. A twentieth of the blocks of the latter two is zero. Times: medians of CUDA graphs that run
 as many layers as make weights come from memory, not from the cache, and quantizing of inputs is in them.
 
 Kernels are compiled when they are first met, some hundred of them, on all cores. What fails is kept with its sentence, the
@@ -38,10 +38,10 @@ from torch import Tensor
 from dmx.exporting.humming import DTYPES, LAYOUT
 from dmx.files import write_json
 from dmx.formats import MXFP8_E5M2, BlockFormat
+from experiments.reporting.pages.humming import SCHEMA
 from scripts.benchmarks.machine import machine, say
 from scripts.benchmarks.peers import why
 
-SCHEMA = "dmx.humming/1"
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 2048), (14336, 4096), (2048, 8192), (4096, 14336))
 """(out, in) of linear layers of Llamas of 1 B and 8 B; both sizes first, should time run out."""
 TOKENS = (1, 16, 256, 4096)

@@ -28,7 +28,8 @@ def humming_page(title: str, record: Mapping[str, Any]) -> str:
         "## Errors",
         "",
         "Relative to F.linear in float32 of the weights as dmx decodes them: of all outputs, and of the worst output "
-        "feature. Emulated: that of F.linear in bf16, as dmx runs them. Wide rows and blocks differ by up to 2**30 in size.",
+        "feature. Emulated: that of F.linear in bf16, as dmx runs them. Wide rows and blocks differ by up to 2**30 in size, "
+        "blocks beside FP8 inputs by 2**14.",
         "",
         *markdown(ERRORS, map(_error, errors)),
         "",
