@@ -231,6 +231,11 @@ def _setting(target: str, profile: str | None) -> str:
     return f"target={target}" + (f", profile={profile}" if profile else "")
 
 
+def _for_transformers(profile: str | None) -> str:
+    """The way out of what vLLM alone cannot hold."""
+    return ("" if profile else "target=compressed_tensors, ") + "profile=transformers"
+
+
 def check_holds(
     assignment: Assignment, target: str, profile: str | None, *, inputs: bool = False
 ) -> None:
@@ -256,7 +261,7 @@ def check_holds(
         raise FormatError(
             f"{setting} needs one format in each fused group (vLLM runs q/k/v, gate/up and the like as "
             f"one product each); {len(split)} groups are split, first {split[0]}. Use "
-            "profile=transformers, or search again with search.units=fused."
+            f"{_for_transformers(profile)}, or search again with search.units=fused and search.experts=block."
         )
     _check_built(assignment, target, profile)
     if profile == "vllm" and not inputs:
@@ -284,12 +289,9 @@ def _check_built(assignment: Assignment, target: str, profile: str | None) -> No
         )
         again = "search again with search.target={}, which leaves them in BF16."
         if loader is own:
-            other = (
-                "profile=transformers"
-                if profile
-                else "target=compressed_tensors, profile=transformers"
+            raise FormatError(
+                f"{said}. Use {_for_transformers(profile)}, or {again.format('vllm')}"
             )
-            raise FormatError(f"{said}. Use {other}, or {again.format('vllm')}")
         warnings.warn(
             f"{said}, and cannot load these files, {own.name} can. For {loader.name}, {again.format('vllm_quark')}",
             stacklevel=4,

@@ -20,6 +20,7 @@ from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import SearchSpace
 from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
+from dmx.exporting import humming
 from dmx.files import read_json
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
 from dmx.models.linears import MERGED_LAYERS, linear_layers, own_elements
@@ -53,13 +54,7 @@ _MODELOPT = {
     "W4A16_NVFP4": "nvfp4",
     "FP8": "fp8",
 }
-_HUMMING = {
-    "float4e2m1": "mxfp4",
-    "float6e2m3": "mxfp6_e2m3",
-    "float6e3m2": "mxfp6_e3m2",
-    "float8e4m3": "mxfp8_e4m3",
-    "float8e5m2": "mxfp8_e5m2",
-}
+_HUMMING = {dtype: block_format for block_format, dtype in humming.DTYPES.items()}
 _AUTO_ROUND = {
     "mx_fp4": "mxfp4",
     "mx_fp4e2m1": "mxfp4",
@@ -299,14 +294,14 @@ def _humming(body: Mapping[str, Any], names: Names) -> tuple[Chooser, Named]:
         return next((config[k] for k in (key, *short[key]) if k in config), None)
 
     def choose(name: str) -> BlockFormat | None:
-        if name in left or "lm_head" in name:
+        if name in left or humming.HEAD in name:
             return None
         own = [c for key, c in dynamic.items() if key[:1] == "+" and name in meant[key]]
         config = {**body, **(own[0] if own else {})}
         dtype, scale, group = (value(config, key) for key in short)
         if dtype not in _HUMMING or scale != "float8e8m0" or group != BLOCK_SIZE:
             raise _refuse("humming", name, f"{dtype}, scales {scale}, group {group}")
-        return get_block_format(_HUMMING[dtype])
+        return _HUMMING[dtype]
 
     return choose, {key: layers for key, layers in meant.items() if key[:1] == "+"}
 

@@ -94,7 +94,7 @@ def active_factors(model: nn.Module, layers: Collection[str]) -> dict[str, int]:
             f"search.weighting=active: the config of {type(model).__name__} says num_experts_per_tok={per_token!r}, "
             "expected how many experts a token meets. Use search.weighting=elements."
         )
-    counts = {path: len(_experts_of(model, path)) for path in set(paths.values())}
+    counts = {path: _expert_count(model, path) for path in set(paths.values())}
     whole = lcm(*counts.values())
     return {
         layer: per_token * whole // counts[paths[layer]] if layer in paths else whole
@@ -102,10 +102,10 @@ def active_factors(model: nn.Module, layers: Collection[str]) -> dict[str, int]:
     }
 
 
-def _experts_of(model: nn.Module, path: str) -> range:
-    """Numbers of the experts of a block, in either form or in a module list."""
-    module = model.get_submodule(path)
-    return range(getattr(module, "num_experts", None) or len(module._modules))
+def _expert_count(model: nn.Module, path: str) -> int:
+    """Of a block, in either form or in a module list."""
+    module: Any = model.get_submodule(path)
+    return getattr(module, "num_experts", None) or len(module)
 
 
 def form_of(model: nn.Module, layers: Collection[str]) -> Form | None:

@@ -121,6 +121,11 @@ class LearnConfig:
                 )
 
     @property
+    def masters_dtype(self) -> torch.dtype:
+        """Of what learns."""
+        return DTYPES[self.masters]
+
+    @property
     def rate_setting(self) -> str:
         """Name of the setting of the highest rate."""
         return "learn.lr" if self.train == "weights" else "learn.scale_lr"

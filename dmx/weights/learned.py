@@ -53,7 +53,7 @@ from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
-from dmx.weights.learn_config import DTYPES, LearnConfig
+from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned_blocks import MEMORY_SHARE, BlockLearning, BlockStates
 from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
@@ -370,13 +370,7 @@ def learn_weights(
     Processes(device).check_same_batches(facts["batches_sha256"])
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
-    path = None if folder is None else Path(folder) / STATE_FILE
-    if path is not None and own_rank() == 0:
-        # An unwritable folder must show now, not at the first checkpoint.
-        write_text(path.parent / ".writable", "").unlink(missing_ok=True)
-    file = StateFile(
-        path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
-    )
+    file = _state_file(None if folder is None else Path(folder) / STATE_FILE, fingerprint)
     # Whatever mode the caller is in, as for `search`.
     with (
         evaluating(model),
@@ -395,15 +389,7 @@ def learn_weights(
             states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
-                model,
-                weights,
-                assignment,
-                rotations,
-                config,
-                DTYPES[config.masters],
-                states,
-                learned,
-                measured,
+                model, weights, assignment, rotations, config, states, learned, measured
             )
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
@@ -431,6 +417,16 @@ def learn_weights(
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
 
+def _state_file(path: Path | None, fingerprint: str) -> StateFile:
+    """Of the steps end to end, in a folder that can be written."""
+    if path is not None and own_rank() == 0:
+        # An unwritable folder must show now, not at the first checkpoint.
+        write_text(path.parent / ".writable", "").unlink(missing_ok=True)
+    return StateFile(
+        path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
+    )
+
+
 def _what_learns(
     config: LearnConfig,
     weights: Mapping[str, Tensor],
@@ -440,7 +436,7 @@ def _what_learns(
     """From the weights as they are, or where learning block by block left them (`kept`)."""
     if config.train == "scales":
         return LearnedScales(weights, assignment)
-    masters = Masters(weights, assignment, DTYPES[config.masters])
+    masters = Masters(weights, assignment, config.masters_dtype)
     for name, master in kept.items():
         masters.master(name).copy_(master)
     return masters

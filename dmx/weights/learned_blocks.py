@@ -87,7 +87,6 @@ class BlockLearning:
     assignment: Assignment
     rotations: Mapping[str, BlockRotation | None]
     config: LearnConfig
-    masters_dtype: torch.dtype
     states: BlockStates
     learned: Sequence[Tensor]
     measured: Sequence[Tensor]
@@ -175,7 +174,9 @@ class BlockLearning:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """One block learns; what it gives in full precision, after learning, and rounded."""
         names, file = self.parts[block], self.states.of(block)
-        masters = Masters({n: self.weights[n] for n in names}, self.assignment, self.masters_dtype)
+        masters = Masters(
+            {n: self.weights[n] for n in names}, self.assignment, self.config.masters_dtype
+        )
         inputs = self.config.inputs
         with learning_model(
             self.model, masters, self.assignment, self.rotations, inputs=inputs
@@ -273,7 +274,7 @@ class BlockLearning:
 
         if not rest:
             return float(self.processes.mean(total(None)))
-        masters = Masters(rest, self.assignment, self.masters_dtype)
+        masters = Masters(rest, self.assignment, self.config.masters_dtype)
         masters.quantize()
         with learning_model(
             self.model, masters, self.assignment, self.rotations, inputs=self.config.inputs

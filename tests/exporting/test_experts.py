@@ -136,8 +136,7 @@ def test_quark_names_the_experts_of_a_block_for_engines_too(model, tmp_path):
 
 
 def test_each_expert_may_have_a_format_of_its_own_in_files_that_no_engine_fuses(model, tmp_path):
-    names = [n for n in ("mxfp4", "mxfp8_e4m3")]
-    assignment = alternating(model, *names, form="split", experts="each")
+    assignment = alternating(model, "mxfp4", "mxfp8_e4m3", form="split", experts="each")
     dmx.export(model, assignment, tmp_path / "x", **CT, verify=False)
     loaded = dmx.load_exported(tmp_path / "x")
     assert torch.equal(logits(loaded.model), applied_logits(model, assignment))

@@ -232,7 +232,7 @@ def test_activation_checkpointing_gives_the_same_numbers(tiny_random, tmp_path, 
     assert read_log(folder / "mor.jsonl") == read_log(tmp_path / "saved/mor.jsonl")
 
 
-def test_experts_are_kept_in_equal_use_and_the_loss_is_that_of_the_text(tmp_path):
+def test_the_loss_of_equal_use_is_learned_from_and_not_logged(tmp_path):
     losses = {}
     for weight in (0.0, 1000.0):
         model = mixture(vocab_size=256, router_aux_loss_coef=weight)

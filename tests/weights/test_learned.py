@@ -18,6 +18,7 @@ from dmx.applying.stored import from_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
 from dmx.formats import FP8, MXFP4, NVFP4, SCALE_RULES
+from dmx.models.experts import install_experts
 from dmx.numerics import fake_quant
 from dmx.numerics.moments import random_bits, round_stochastically, step_keys
 from dmx.weights import learned
@@ -27,6 +28,7 @@ from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW
 from tests.forked import Forked
+from tests.mixtures import mixture
 from tests.weights.helpers import mixed, text_batches, uniform
 
 BATCHES = list(torch.randint(0, 257, (6, 2, 32), generator=torch.Generator().manual_seed(1)))
@@ -316,15 +318,20 @@ def test_the_rate_warms_up_and_falls_to_zero():
             "learn.gradient_checkpointing=true recomp",
         ),
         ("cuda", {}, False, "attention is not purely causal sdpa"),
+        ("cuda", {}, True, "which rows experts are given changes"),
     ],
 )
 def test_a_step_is_captured_where_it_can_be_and_nobody_said_off(
     device, options, is_causal, obstacle
 ):
+    model = mixture()
+    if "experts" in obstacle:
+        install_experts(model, "stacked")
+
     def decided(asked):
         run = object.__new__(learned._Learning)
         run.config, run.is_causal = LearnConfig(cuda_graph=asked, **options), is_causal
-        run.device = torch.device(device)
+        run.device, run.model = torch.device(device), model
         return run._decide_on_graph()
 
     assert decided("auto") == (not obstacle) and decided("off") is False

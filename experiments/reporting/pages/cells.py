@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dmx.formats import Format, get_family
+
 from ..differences import common, paired_difference
 from ..groups import Group
-from ..record import Limit
+from ..record import USUAL_FAMILY, Limit, Method
 from ..texts import spread_text
 
 
@@ -77,3 +79,9 @@ def verdict(group: Group, reference: Group) -> str:
     if not difference.is_clear:
         return "within"
     return "lower" if (difference.mean or 0.0) < 0 else "higher"
+
+
+def cheapest_format(method: Method) -> Format:
+    """Of the family of a method, which its name or its formats one by one say."""
+    family = method.family or USUAL_FAMILY
+    return get_family(family.split() if " " in family else family).formats[0]

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from dmx.formats import FORMATS, get_family
+from dmx.formats import FORMATS
 
 from ..groups import Group, budget_cell
 from ..markdown import markdown
 from ..pooling import FINEST, USUAL, Table, Tables, main_place, ordered, unquantized
 from ..record import USUAL_FAMILY, Limit, Method
-from .cells import best_heuristic, mean_perplexity, references
+from .cells import best_heuristic, cheapest_format, mean_perplexity, references
 
 _EVEN = "mxfp4 even"
 """The one scale rule with a short name here."""
@@ -95,8 +95,7 @@ class Setting:
         """`W4A8` where every input has one format, by the cheapest format of weights; else nothing."""
         if self.key.input_format is None:
             return ""
-        family = self.key.family or USUAL_FAMILY
-        cheapest = get_family(family.split() if " " in family else family).formats[0]
+        cheapest = cheapest_format(self.key)
         inputs = FORMATS[self.key.input_format]
         return f"W{cheapest.element_bits:g}A{inputs.element_bits:g}"
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dmx.formats import get_family
-
 from ..groups import Group, budget_cell
 from ..markdown import markdown
 from ..pooling import Tables, by_text, ordered, unquantized
 from ..projections import PROJECTIONS
-from ..record import USUAL_FAMILY
-from .cells import by_budget, perplexity_text, references
+from .cells import by_budget, cheapest_format, perplexity_text, references
 
 
 def methods_page(tables: Tables, test: Tables) -> str:
@@ -76,8 +73,7 @@ def kept_high(tables: Tables) -> list[str]:
             counts = [row.format_counts for row in group.rows if row.format_counts]
             if group.budget is None or not group.method.is_searched or not counts:
                 continue
-            family = group.method.family or USUAL_FAMILY
-            cheapest = get_family(family.split() if " " in family else family).formats[0].name
+            cheapest = cheapest_format(group.method).name
             for side in sides:
                 shares = [
                     [
