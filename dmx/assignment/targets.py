@@ -87,6 +87,11 @@ VLLM_UNQUANTIZED = (".gate", ".router", ".router.layer", ".shared_expert_gate", 
 an indexer. A few of its models quantize their router; it is left alone there, too."""
 
 
+VLLM_RENAMED = frozenset({"mixtral"})
+"""Values of model_type whose experts vLLM 0.20 reads under names of their own, `block_sparse_moe.experts.7.w1`, and not
+under those that transformers 5 gives them, `mlp.experts.7.gate_proj`."""
+
+
 @dataclass(frozen=True)
 class Loader:
     """A program that reads a target's files."""
@@ -113,6 +118,8 @@ class Loader:
     """Values of model_type of which it is known which layers it merges; None: it merges none."""
     unquantized: tuple[str, ...] = ()
     """Ends of names of layers that it builds without quantization."""
+    renamed: frozenset[str] = frozenset()
+    """Values of model_type whose tensors it reads under other names than the files have."""
 
     def builds_unquantized(self, layer: str) -> bool:
         """Whether it has no place for a quantized weight of this layer."""
@@ -173,6 +180,7 @@ TARGETS: dict[str, Target] = {
                 rotates_inputs=True,
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
+                renamed=VLLM_RENAMED,
             ),
         ),
         needs_fused_units=True,
@@ -194,6 +202,7 @@ TARGETS: dict[str, Target] = {
                 notes=("before 0.32 no MXFP8",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
+                renamed=VLLM_RENAMED,
             ),
             Loader(
                 "transformers + amd-quark",
@@ -214,6 +223,7 @@ TARGETS: dict[str, Target] = {
                 notes=("never run from these folders",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
+                renamed=VLLM_RENAMED,
             ),
         ),
         needs_fused_units=True,
@@ -230,6 +240,7 @@ TARGETS: dict[str, Target] = {
                 per_tensor=True,
                 notes=("run on a CPU alone" if name == "vLLM" else "never run from these folders",),
                 unquantized=VLLM_UNQUANTIZED if name == "vLLM" else (),
+                renamed=VLLM_RENAMED if name == "vLLM" else frozenset(),
             )
             for name, requires in (
                 ("vLLM", "vLLM >= 0.26"),

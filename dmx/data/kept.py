@@ -17,6 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ def kept(key: Mapping[str, Any], make: Callable[[], State]) -> State:
     file = StateFile(path, digest, "", "text", "make it again")
     try:
         if (known := file.load()) is not None:
-            os.utime(path)  # the last to make room
+            with suppress(OSError):  # a folder that one may only read serves as well
+                os.utime(path)  # the last to make room
             return known
     except (RunError, OSError) as error:
         _log.warning("%s Made again.", error)

@@ -143,7 +143,7 @@ def decompressed(folder: Path) -> dict[str, Tensor]:
     for group in QuantizationConfig.model_validate(config).config_groups.values():
         compressor = BaseCompressor.get_value_from_registry(group.format or config["format"])
         for layer in group.targets:
-            own = {name for name in files if name.rpartition(".")[0] == layer}
+            own = {name for name in files if name.rpartition(".")[0] == layer} - {f"{layer}.bias"}
             tensors = {name.rpartition(".")[2]: files.pop(name) for name in own}
             files[f"{layer}.weight"] = compressor.decompress(tensors, group)["weight"].bfloat16()
     return files

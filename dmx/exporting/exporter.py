@@ -19,7 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
-from dmx.exporting.plan import Plan, check_biases, check_verifiable, make_plan
+from dmx.exporting.plan import Plan, check_biases, check_names, check_verifiable, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
 from dmx.exporting.tensors import is_head_apart, other_modules, plan_tensors
@@ -130,6 +130,7 @@ def check_model(plan: Plan, model: nn.Module, folder: str | Path) -> None:
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     check_whole(model)
     plan.assignment.check(model)
+    check_names(plan, model)
     check_verifiable(plan, model)
     with plan.assignment.linear_experts(model):
         check_biases(plan, model)

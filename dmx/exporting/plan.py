@@ -21,6 +21,7 @@ from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, lef
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
 from dmx.formats import BF16, FP8, check_choice
+from dmx.models.backbone import text_config
 from dmx.models.experts import experts_modules, experts_path
 from dmx.models.linears import fused_group
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
@@ -197,6 +198,25 @@ def check_verifiable(plan: Plan, model: nn.Module) -> None:
             f"first {experts[0]}), and nothing else there reads its files. Set verify=false: names and bytes are compared "
             "with the plan all the same, and dmx.load_exported reads the folder. Or use target=compressed_tensors."
         )
+
+
+def check_names(plan: Plan, model: nn.Module) -> None:
+    """Raise FormatError for a model whose tensors the runtime reads under other names than files have; warn where
+    another one that reads the layout does."""
+    kind = getattr(text_config(model), "model_type", None)
+    if plan.layout is None:
+        return
+    own = _own_loader(plan.target, plan.profile)
+    for loader in TARGETS[target_key(plan.target, plan.profile)].loaders:
+        if kind not in loader.renamed:
+            continue
+        said = (
+            f"{_setting(plan.target, plan.profile)}: {loader.name} reads the experts of {kind!r} under other names than "
+            "transformers 5 gives them and these files hold, and cannot load them"
+        )
+        if loader is own:
+            raise FormatError(f"{said}. Use target=compressed_tensors, profile=transformers.")
+        warnings.warn(f"{said}; {own.name} knows these names.", stacklevel=4)
 
 
 def _warn_of_inputs(assignment: Assignment) -> None:

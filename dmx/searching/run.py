@@ -405,7 +405,7 @@ def _check_types(budget: object, config: object) -> None:
 
 
 def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
-    """Where it is not known which layers the target's runtime merges."""
+    """Where it is not known which layers the target's runtime merges, or known that it reads no files of ours."""
     loader = None if config.target == "any" else SEARCH_TARGETS[config.target]
     if loader is None or loader.architectures is None:
         return
@@ -414,6 +414,12 @@ def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
         warnings.warn(
             f"search.target={config.target}: which layers of {own!r} {loader.name} merges is not known here; "
             f"taken are those that it merges elsewhere: {', '.join('/'.join(g) for g in FUSED_GROUPS)}.",
+            stacklevel=3,
+        )
+    if own in loader.renamed:
+        warnings.warn(
+            f"search.target={config.target}: {loader.name} reads the experts of {own!r} under other names than exports "
+            "hold, and cannot load them. search.target=transformers restricts the search to what transformers loads.",
             stacklevel=3,
         )
 

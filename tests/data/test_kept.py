@@ -156,3 +156,15 @@ def test_ids_that_cannot_be_kept_are_given_all_the_same(folder, caplog):
     with caplog.at_level(logging.WARNING):
         assert len(encode(byte_tokenizer(), TEXT)) > 300
     assert "not kept for the next process" in caplog.text
+
+
+def test_ids_in_a_folder_that_one_may_only_read_serve(folder, monkeypatch, caplog):
+    def refused(*_, **__):
+        raise PermissionError("Operation not permitted")
+
+    encode(byte_tokenizer(), TEXT)
+    counting = Counting(monkeypatch)
+    monkeypatch.setattr(kept.os, "utime", refused)
+    with caplog.at_level(logging.WARNING):
+        assert len(encode(byte_tokenizer(), TEXT)) > 300
+    assert counting.made == 0 and caplog.text == ""

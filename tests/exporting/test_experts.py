@@ -92,7 +92,13 @@ def test_files_hold_each_expert_under_its_own_name(model, target, tmp_path):
 
 @needs("compressed-tensors")
 @pytest.mark.usefixtures("loaded_apart")
-def test_compressed_tensors_decompresses_mixed_experts_to_the_same_logits(model, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2_moe"])  # the latter with biases
+def test_compressed_tensors_decompresses_mixed_experts_to_the_same_logits(kind, tmp_path):
+    model = mixture(kind, torch.bfloat16)
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith(".bias"):
+                bias.normal_()
     assignment = alternating(model, "mxfp4", "mxfp8_e4m3")
     done = dmx.export(model, assignment, tmp_path / "x", **CT)
     assert done.verification.equal
@@ -144,6 +150,18 @@ def test_each_expert_may_have_a_format_of_its_own_in_files_that_no_engine_fuses(
         FormatError, match=rf"needs one format in each fused group .*first {BLOCKS[0]}\."
     ):
         dmx.export(model, assignment, tmp_path / "y", target="compressed_tensors", profile="vllm")
+
+
+def test_names_that_vllm_does_not_read_are_refused(tmp_path):
+    mixtral = mixture("mixtral", torch.bfloat16)
+    assignment = uniform(mixtral, MXFP4)
+    with pytest.raises(FormatError, match="vLLM reads the experts of 'mixtral' under other names"):
+        dmx.export(mixtral, assignment, tmp_path / "x", target="compressed_tensors")
+    with pytest.warns(UserWarning, match="reads the experts of 'mixtral' .*amd-quark knows these"):
+        dmx.export(mixtral, assignment, tmp_path / "x", target="quark", verify=False)
+    with pytest.warns(UserWarning, match="target=vllm: vLLM reads the experts of 'mixtral'"):
+        search = SearchConfig(name="random", target="vllm", family="mxfp8_mxfp4")
+        dmx.search(mixtral, token_ids(), dmx.Budget(5.0), search)
 
 
 def test_experts_in_fp8_need_inputs_for_vllm(model, tmp_path):
