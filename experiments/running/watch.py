@@ -62,15 +62,18 @@ class Watch:
         if "gone" in word:  # the main process passes on what it heard of another, and has said it
             cause = word["gone"]
         elif "error" in word:
-            cause = f"{peer.place(self.size)} stopped: {word['error']}"
+            # Often all are about to say the same, and what has to be mended first does not go on by itself.
+            said = word["error"].removesuffix(".")
+            cause = f"{peer.place(self.size)} stopped: {said}. All processes of the run end with it."
         else:
-            cause = f"{peer.place(self.size)} is gone without a word: killed, or its machine is out of memory"
+            cause = (
+                f"{peer.place(self.size)} is gone without a word: killed, or its machine is out of memory. "
+                "All processes of the run end; the same command goes on from its last checkpoint."
+            )
         with self._one_at_a_time:
             if self.lost is not None or self._left.is_set():
                 return
-            self.lost = LostProcess(
-                f"{cause}. All processes of the run end; the same command goes on from its last checkpoint."
-            )
+            self.lost = LostProcess(cause)
         if self.rank == 0:
             for other in self._peers:
                 other.say(gone=cause)

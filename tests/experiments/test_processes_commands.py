@@ -118,11 +118,11 @@ class Together:
 
 def test_an_error_of_one_process_is_said_by_the_other_which_then_ends(monkeypatch):
     two = Together(monkeypatch)
-    two.other.leave(ValueError("no text"))
+    two.other.leave(ValueError("no text."))
     two.wait_for_exit()
     ((rank, text),) = two.said
     assert rank == 0 and text.startswith("rank 1 of 2 (process")
-    assert "stopped: ValueError: no text. All processes of the run end" in text
+    assert text.endswith("stopped: ValueError: no text. All processes of the run end with it.")
     with pytest.raises(watch.LostProcess, match="no text"):  # what its loss makes elsewhere
         two.main.leave(RuntimeError("connection closed by peer"))
 
