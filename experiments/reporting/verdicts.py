@@ -39,6 +39,38 @@ def verdict_texts(record: Record) -> list[str]:
     return [record.verdict.text] if record.verdict and len(every) < 2 else [v.text for v in every]
 
 
+def worse_than_uniform(rows: Iterable[Row]) -> list[str]:
+    """A warning for each searched row that one format everywhere beats on the same text at no more bits."""
+    rows = list(rows)
+    return [
+        text for row in rows if row.method.is_searched and (text := _beaten(row, rows)) is not None
+    ]
+
+
+def _beaten(row: Row, rows: Sequence[Row]) -> str | None:
+    if row.nll is None or row.element_bits is None:
+        return None
+    better = [
+        other
+        for other in rows
+        if other.method.search == "uniform"
+        and (other.method.quantized, other.method.net) == (row.method.quantized, row.method.net)
+        and other.nll is not None
+        and other.element_bits is not None
+        and other.element_bits <= row.element_bits
+        and other.nll < row.nll
+    ]
+    if not better:
+        return None
+    best = min(better, key=lambda other: other.nll or 0.0)
+    seed = "" if row.seed is None else f", seed {row.seed}"
+    return (
+        f"{row.label} at {row.element_bits:.3f} element_bits{seed} has perplexity {row.perplexity:.4f}, worse than "
+        f"{best.label} at {best.element_bits:.3f} with {best.perplexity:.4f}. Take that one, or give the search more "
+        "calibration text or steps."
+    )
+
+
 def strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
     """dMX against the best of the searches other than the paper's at its budget; None where the
     verdict is of that one already."""

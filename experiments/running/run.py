@@ -31,7 +31,7 @@ from ..reporting.record import (
 )
 from ..reporting.report import write_report
 from ..reporting.tables import terminal_table
-from ..reporting.verdicts import verdict_texts
+from ..reporting.verdicts import verdict_texts, worse_than_uniform
 from ..reporting.zero_shot_tables import zero_shot_terminal
 from .folder import CONFIG_FILE, claim, hold, release, write_error
 from .guard import console, is_sweep, show_error, sweep_folder, with_folder
@@ -189,6 +189,8 @@ class Run:
     def finish(self, *, seed: int | None, verdict: Verdict | None) -> Record:
         """Write record.json and report.html, print the table; returns the record, which only the main process writes."""
         assert self.model is not None
+        for text in worse_than_uniform(self.measured):
+            self._note(text)
         if self.processes.size > 1:
             self.actual["processes"] = self.processes.size
         record = Record(
@@ -253,10 +255,11 @@ class Run:
     ) -> None:  # fmt: skip
         """Keeps the warnings of this project for the record; those of libraries say nothing that
         a user could act on."""
-        text = str(message)
-        if (
-            any(folder in Path(filename).parents for folder in SOURCES)
-            and text not in self.warnings
-        ):
+        if any(folder in Path(filename).parents for folder in SOURCES):
+            self._note(str(message))
+
+    def _note(self, text: str) -> None:
+        """A warning for the terminal and the record, once."""
+        if text not in self.warnings:
             self.warnings.append(text)
             console.print(f"[yellow]warning[/]: {text}", highlight=False)

@@ -34,7 +34,7 @@ from experiments.reporting.projections import format_counts, locate
 from experiments.reporting.record import ModelFacts, Record, Row, Verdict
 from experiments.reporting.report import unit_format, write_report
 from experiments.reporting.tables import terminal_table
-from experiments.reporting.verdicts import verdicts
+from experiments.reporting.verdicts import verdicts, worse_than_uniform
 
 from .helpers import DMX, FULL, KL, answers, method, record, row, text, uniform
 
@@ -220,6 +220,22 @@ def test_headline_gives_difference_and_paired_error(run_folder, page):
     headline = re.search("<h1>(.*?)</h1>", page)[1]
     assert headline == verdict.text
     assert headline.startswith("dMX (W+A) beats kl (W+A) at 5 element_bits: loss 0.0589 ± ")
+
+
+def test_a_search_that_one_format_everywhere_beats_at_no_more_bits_is_named():
+    six = dataclasses.replace(DMX, search="uniform", format="mxfp6_e2m3")
+    cheaper = dataclasses.replace(six, format="mxfp4")
+    rows = [
+        row(DMX, 3.4, element_bits=6.0),
+        row(six, 3.3, None, element_bits=6.0),
+        row(cheaper, 3.5, None, element_bits=4.0),
+    ]
+    (text,) = worse_than_uniform(rows)
+    assert rows[0].label in text and rows[1].label in text and "6.000" in text
+    assert not worse_than_uniform([rows[0], rows[2]])  # fewer bits, and worse
+    dearer = dataclasses.replace(rows[1], element_bits=6.1)
+    alone = dataclasses.replace(six, quantized="W")  # inputs in full precision
+    assert not worse_than_uniform([rows[0], dearer, row(alone, 3.0, None, element_bits=6.0)])
 
 
 def test_difference_within_noise_is_not_called_a_win():
