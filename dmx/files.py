@@ -54,6 +54,11 @@ def write_text(path: str | Path, text: str) -> Path:
     return write_atomic(path, lambda file: file.write(text.encode()))
 
 
+def check_writable(folder: Path) -> None:
+    """Raise RunError where nothing can be written into a folder, which is made: before work that ends there."""
+    write_text(folder / ".writable", "").unlink(missing_ok=True)
+
+
 def write_json(path: str | Path, value: Any) -> Path:
     """JSON with sorted nothing and no NaN: a NaN in a record is a bug, null is the way to say it."""
     return write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -20,7 +20,7 @@ from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
-from dmx.files import read_json, sha256, write_json, write_text
+from dmx.files import check_writable, read_json, sha256, write_json
 from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
@@ -198,8 +198,7 @@ def _search(
     check_finite_weights(model)
     where = None if folder is None else Path(folder)
     if where is not None and own_rank() == 0:
-        # An unwritable folder must show now, not after the first checkpoint's worth of steps.
-        write_text(where / ".writable", "").unlink(missing_ok=True)
+        check_writable(where)
     found = _Unreached(model, listed, where, config.rows_at_a_time())
     _warn_of_rare_experts(found.expert_tokens, config)
     unreached = _alone(found.layers, model, config)

@@ -36,7 +36,7 @@ from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order, batches_sha256, list_batches
 from dmx.errors import AssignmentError, ModelError, RunError
-from dmx.files import write_text
+from dmx.files import check_writable
 from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
 from dmx.models.experts import has_linear_experts
@@ -420,8 +420,7 @@ def learn_weights(
 def _state_file(path: Path | None, fingerprint: str) -> StateFile:
     """Of the steps end to end, in a folder that can be written."""
     if path is not None and own_rank() == 0:
-        # An unwritable folder must show now, not at the first checkpoint.
-        write_text(path.parent / ".writable", "").unlink(missing_ok=True)
+        check_writable(path.parent)
     return StateFile(
         path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
     )
