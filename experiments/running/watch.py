@@ -64,7 +64,9 @@ class Watch:
         elif "error" in word:
             # Often all are about to say the same, and what has to be mended first does not go on by itself.
             said = word["error"].removesuffix(".")
-            cause = f"{peer.place(self.size)} stopped: {said}. All processes of the run end with it."
+            cause = (
+                f"{peer.place(self.size)} stopped: {said}. All processes of the run end with it."
+            )
         else:
             cause = (
                 f"{peer.place(self.size)} is gone without a word: killed, or its machine is out of memory. "

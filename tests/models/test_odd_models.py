@@ -255,7 +255,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
     "kind, more",
     [
         (tf.Qwen2MoeConfig, EXPERTS | {"shared_expert_intermediate_size": 64}),
-        (tf.MixtralConfig, {"num_local_experts": 4}),
+        (tf.Qwen3MoeConfig, EXPERTS),
     ],
 )
 def test_routers_and_gates_stay_unquantized_for_vllm_and_are_ignored(kind, more, tmp_path):
