@@ -338,7 +338,7 @@ class Assignment:
         """Raise AssignmentError unless every layer exists in the model with its shape; warn of another
         architecture."""
         with self.linear_experts(model):
-            linears = linear_layers(model)
+            linears, stacked = linear_layers(model), stacked_experts(model)
         for layer, shape in self.shapes.items():
             if layer not in linears:
                 raise AssignmentError(
@@ -353,6 +353,11 @@ class Assignment:
                     f"the assignment is for another model: {layer} is {tuple(shape)} there and "
                     f"{own} here (made for {self.model.get('id')!r}). Load that model, or search "
                     "this one."
+                )
+            if (named := (self.experts or {}).get(layer)) != stacked.get(layer):
+                raise AssignmentError(
+                    f"experts of the assignment says {named} of {layer}, and {type(model).__name__} has "
+                    f"{stacked.get(layer)} there. The file is edited, or for another model; search this one."
                 )
         unknown = [name for name in linears if name not in {*self.shapes, *self.unquantized}]
         if unknown:

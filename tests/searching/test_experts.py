@@ -1,5 +1,6 @@
 """Searches over experts: their units, bits, scores and layers; applied, on disk and again."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -193,6 +194,16 @@ def test_what_does_not_go_together_is_refused(model):
     dense.experts = nn.ModuleList([nn.Sequential(nn.Linear(32, 32))])
     with pytest.raises(ModelError, match=r"weighting=active: .*num_experts_per_tok=None"):
         search_space(dense, SearchConfig(weighting="active"))
+
+
+@pytest.mark.parametrize("experts", [None, 8])
+def test_an_assignment_that_counts_other_experts_is_refused(model, experts):
+    made = uniform_assignment(model, MXFP4, SearchConfig(name="uniform"))
+    counts = experts and dict.fromkeys(made.experts, experts)
+    with pytest.raises(
+        AssignmentError, match=rf"experts .* says {experts} of .*gate_up_proj, and .* has 4"
+    ):
+        dmx.apply(model, dataclasses.replace(made, experts=counts))
 
 
 def test_experts_of_whom_little_is_known_are_named(model):
