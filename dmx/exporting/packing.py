@@ -60,8 +60,9 @@ def as_float8(codes: Tensor, block_format: BlockFormat) -> Tensor:
 
 
 def static_scale(amax: float, block_format: BlockFormat, scale_rule: ScaleRule) -> Tensor:
-    """0-d float32: the one scale of all rows of fp8 that are at most `amax`."""
-    return amax_scales(torch.tensor(amax), block_format, scale_rule, None).scale
+    """0-d float32: the one scale of all rows of fp8 that are at most `amax`; never 0, as runtimes divide by it."""
+    scale = amax_scales(torch.tensor(amax), block_format, scale_rule, None).scale
+    return scale.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def amax_of_static_scale(scale: Tensor, block_format: BlockFormat) -> float:

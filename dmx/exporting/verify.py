@@ -145,6 +145,12 @@ def check_loading(
             "please report it."
         )
     result = _compare(ours, theirs, report, _in_words(layout, plan.reader(model)), tokens)
+    if not math.isfinite(result.kl):
+        raise RunError(
+            f"{folder}: loaded in a fresh process, logits are not all finite: loss {result.loss:.3g} nats/token there, "
+            f"{result.reference_loss:.3g} of the fake-quantized model. Look at the model on this text before it is "
+            "exported; where it is finite, please report it. verify=false writes the files all the same."
+        )
     if may_differ:
         rotated = f", with inputs rotated as its {KEY} says" if plan.rotation else ""
         if not inputs and result.relative_error > may_differ:

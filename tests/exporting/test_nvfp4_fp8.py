@@ -1,5 +1,6 @@
 """compressed-tensors folders with NVFP4 and FP8 groups beside layers in BF16."""
 
+import copy
 import json
 
 import pytest
@@ -113,6 +114,24 @@ def test_fp8_inputs_are_quantized_by_the_loader(model, tmp_path, loaded_apart):
     )
     assert done.profile == "vllm" and "FP8: amax / 448 of each token" in done.input_rule
     assert done.verification.kl < 1e-3
+
+
+@needs("compressed-tensors")
+def test_inputs_that_were_always_zero_have_a_static_scale_to_divide_by(
+    model, batches, tmp_path, loaded_apart
+):
+    dead = copy.deepcopy(model)
+    with torch.no_grad():
+        dead.get_input_embeddings().weight.zero_()
+    assignment = dmx.calibrate_inputs(dead, mixed(dead, (FP8,)), batches, static=True)
+    assert set(assignment.input_amax.values()) == {0.0}
+    done = dmx.export(dead, assignment, tmp_path / "out", target="compressed_tensors", inputs=True)
+    assert done.verification.kl == 0
+    scales = [
+        t for k, t in load_file(done.folder / "model.safetensors").items() if "input_scale" in k
+    ]
+    assert scales and all(0 < float(scale) < 1e-30 for scale in scales)
+    assert dmx.load_exported(done.folder).assignment.input_amax == assignment.input_amax
 
 
 @needs("compressed-tensors")
