@@ -1,5 +1,6 @@
 """Every backend equals the reference bit for bit on the shared hard inputs."""
 
+import importlib.util
 import logging
 
 import pytest
@@ -256,6 +257,21 @@ def test_no_compiler_is_said_on_auto_and_an_error_on_request(monkeypatch):
             assert ops.choose_backend("cpu") == "reference"
         with pytest.raises(RunError, match="DMX_BACKEND=reference"):
             ops.choose_backend("cpu", "cpp")
+    finally:
+        ops._choose.cache_clear()
+
+
+def test_a_gpu_without_triton_is_said_on_auto_and_an_error_on_request(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "triton" else found(name)
+    )
+    ops._choose.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"reference backend .requested=auto.*triton is not"):
+            assert ops.choose_backend("cuda") == "reference"
+        with pytest.raises(RunError, match=r"triton is not installed.*DMX_BACKEND=reference"):
+            ops.choose_backend("cuda", "triton")
     finally:
         ops._choose.cache_clear()
 
