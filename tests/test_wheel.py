@@ -178,7 +178,7 @@ def test_a_shell_completes_commands_and_settings(environment):
     done = _run([bash, "-c", script], environment, PATH=path)
     registered, *candidates = (set(line.split()) for line in done.stdout.splitlines())
     assert {"hydra_bash_completion", "dmx"} <= registered, done.stdout + done.stderr
-    tiny = {f"model=tiny_{name}" for name in ("llama", "qwen3", "random", "smollm2")}
+    tiny = {f"model=tiny_{name}" for name in ("llama", "qwen3", "qwen3_moe", "random", "smollm2")}
     assert candidates == [set(COMMANDS), {"evaluate", "export"}, tiny], done.stderr
 
 

@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
+from rich.text import Text
 
 from dmx.errors import DmxError
 from dmx.models.memory import is_out_of_memory
@@ -157,8 +158,9 @@ def no_lost_interrupts() -> Iterator[None]:
 def show_error(error: DmxError) -> None:
     """On standard error, with the rank of a process that is not the main one of its run."""
     rank = f"rank {own_rank()}: " if own_rank() else ""
-    _errors.print(f"{rank}[bold red]{type(error).__name__}[/]: ", end="")
-    _errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    # In one write: a progress bar of another thread would come between two.
+    said = Text.assemble(rank, (type(error).__name__, "bold red"), f": {error}")
+    _errors.print(said, highlight=False, soft_wrap=True)
 
 
 def _refuse(error: DmxError) -> NoReturn:

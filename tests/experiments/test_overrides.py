@@ -128,14 +128,6 @@ def test_the_folder_of_a_killed_command_is_free_at_once(tmp_path):
         release(hold(tmp_path))
 
 
-def test_of_processes_that_share_a_run_the_first_alone_holds_the_folder(tmp_path, monkeypatch):
-    claim(tmp_path, "a: 1\n")
-    held = hold(tmp_path)
-    monkeypatch.setenv("RANK", "1")
-    assert hold(tmp_path) is None
-    release(held)
-
-
 def test_a_command_in_a_folder_that_is_in_use_is_refused(run, tmp_path):
     arguments = (
         *("model=tiny_random", "data=synthetic", "search=random", "baselines=[]"),

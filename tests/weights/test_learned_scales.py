@@ -86,7 +86,8 @@ def test_kl_on_held_batches_falls_and_no_weight_moves(tiny_trained):
     assert facts["kl_after"] < 0.85 * facts["kl_before"]
     assert done.formats == assignment.formats and done.bits == assignment.bits
     method = method_of(done, quantized="W+A")
-    assert (method.label, method.scale_rules) == ("uniform mxfp4 + learned scales", "floor")
+    label = "uniform mxfp4 + learned scales, 40 steps, warm-up 5"
+    assert (method.label, method.scale_rules) == (label, "floor")
     moved = 0
     dmx.apply(model, done)
     for layer in quantized_layers(model).values():
