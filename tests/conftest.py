@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from filelock import FileLock
 from dmx.models import LoadedModel, ModelConfig, TinyConfig, load_model
 from experiments.reporting.record import Record
 from tests.quick import make_commands_quick
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # workers side by side would fight over the cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
