@@ -36,11 +36,11 @@ def started_together() -> int:
 class Processes:
     """rank and size, and what all processes give together: these methods are called by all of them, in one order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, together: bool = True) -> None:
         self.rank, self.size = 0, 1
         self.own_device = device
         """This process's GPU of those of its host, where `device` names none."""
-        if _is_set_up() or started_together() > 1:
+        if together and (_is_set_up() or started_together() > 1):
             from accelerate import PartialState
 
             state = PartialState(cpu=device.type == "cpu")
@@ -50,9 +50,7 @@ class Processes:
     @classmethod
     def alone(cls) -> "Processes":
         """One process by itself, whatever a launcher has started beside it."""
-        processes = cls.__new__(cls)
-        processes.rank, processes.size, processes.own_device = 0, 1, torch.device("cpu")
-        return processes
+        return cls(torch.device("cpu"), together=False)
 
     @property
     def is_main(self) -> bool:

@@ -259,19 +259,8 @@ def expert_tokens(
         batches: (batch, length) int64.
         micro: rows that run at a time, which memory is known to hold; None: whole batches.
     """
-    blocks = {
-        plain_name(path): torch.zeros(module.num_experts, dtype=torch.int64)
-        for path, module in model.named_modules()
-        if isinstance(module, _ExpertLayers)
-    }
-    lists = {
-        path: module
-        for path, module in model.named_modules()
-        if path.endswith("experts") and isinstance(module, nn.ModuleList)
-    }
-    blocks |= {
-        plain_name(path): torch.zeros(len(m), dtype=torch.int64) for path, m in lists.items()
-    }
+    blocks: dict[str, Tensor] = {}
+    handles = []
 
     def chosen(path: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         blocks[path] += torch.bincount(args[1].reshape(-1), minlength=len(blocks[path])).cpu()
@@ -279,16 +268,17 @@ def expert_tokens(
     def given(path: str, expert: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         blocks[path][expert] += args[0].shape[:-1].numel()
 
-    handles = [
-        module.register_forward_pre_hook(partial(chosen, plain_name(path)))
-        for path, module in model.named_modules()
-        if isinstance(module, _ExpertLayers)
-    ]
-    handles += [
-        expert.register_forward_pre_hook(partial(given, plain_name(path), index))
-        for path, experts in lists.items()
-        for index, expert in enumerate(experts)
-    ]
+    for name, module in model.named_modules():
+        path = plain_name(name)
+        if isinstance(module, _ExpertLayers):
+            blocks[path] = torch.zeros(module.num_experts, dtype=torch.int64)
+            handles.append(module.register_forward_pre_hook(partial(chosen, path)))
+        elif isinstance(module, nn.ModuleList) and name.endswith("experts"):
+            blocks[path] = torch.zeros(len(module), dtype=torch.int64)
+            handles += [
+                expert.register_forward_pre_hook(partial(given, path, index))
+                for index, expert in enumerate(module)
+            ]
     device = next(model.parameters()).device
     try:
         with evaluating(model):

@@ -22,7 +22,6 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ from dmx.exporting.humming import DTYPES, LAYOUT
 from dmx.files import write_json
 from dmx.formats import MXFP8_E5M2, BlockFormat
 from experiments.reporting.pages.humming import SCHEMA
-from scripts.benchmarks.machine import machine, say
+from scripts.benchmarks.machine import gpu_seconds, machine, say
 from scripts.benchmarks.peers import why
 
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 2048), (14336, 4096), (2048, 8192), (4096, 14336))
@@ -207,15 +206,7 @@ def graph_seconds(calls: Iterable[Callable[[], Tensor]], rounds: int = 5) -> flo
         for call in listed:
             call()
     graph.replay()
-    times = []
-    for _ in range(rounds):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / len(listed))
-    return statistics.median(times)
+    return gpu_seconds(graph.replay, rounds) / len(listed)
 
 
 def copies(nbytes: int) -> range:

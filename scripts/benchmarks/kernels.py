@@ -36,6 +36,7 @@ from dmx.formats import (
 )
 from dmx.kernels import ops
 from dmx.numerics.moments import Moments8, StepNumbers, step_keys
+from scripts.benchmarks.machine import gpu_seconds
 
 LAUNCHES, REPLAYS = 24, 9
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -149,16 +150,8 @@ def cases(x: Tensor) -> list[Case]:
 def seconds_eager_on_gpu(case: Case, x: Tensor, repeats: int = 9) -> float:
     """Median seconds of calls without a graph: not everything can be captured."""
     other, out = x.flip(0), torch.empty_like(x)
-    times: list[float] = []
     case.call(x, other, out)
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        case.call(x, other, out)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return gpu_seconds(lambda: case.call(x, other, out), repeats)
 
 
 def seconds_on_gpu(case: Case, x: Tensor) -> float:
@@ -175,15 +168,7 @@ def seconds_on_gpu(case: Case, x: Tensor) -> float:
         for i in range(launches):
             # Results stay alive, or the next launch would write to the same cached memory.
             kept.append(case.call(*data[i % sets]))
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / launches)
-    return statistics.median(times)
+    return gpu_seconds(graph.replay, REPLAYS) / launches
 
 
 @torch.no_grad()

@@ -2,7 +2,9 @@
 
 import gc
 import platform
+import statistics
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +20,19 @@ MIB = 1 << 20
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def gpu_seconds(call: Callable[[], object], rounds: int) -> float:
+    """Median seconds of a call on the GPU, by its own events."""
+    times = []
+    for _ in range(rounds):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 def clear(device: str) -> None:

@@ -49,15 +49,21 @@ def humming_page(title: str, record: Mapping[str, Any]) -> str:
 def _said(errors: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]]) -> str:
     good = [row for row in errors if "failed" not in row]
     normal = [row["error"] for row in good if row["weights"] == "normal"]
-    worst = max((row["worst_output"] for row in good), default=0.0)
+    worst = max(good, key=lambda row: row["worst_output"], default=None)
     timed = [row for row in times if "failed" not in row]
     ratios = [row["bf16_us"] / row["us"] for row in timed if row["tokens"] == 1]
     fast = (
         f"; one token: {min(ratios):.2f} to {max(ratios):.2f} times bf16's speed" if ratios else ""
     )
+    most = (
+        f" and {worst['worst_output']:.1e} in the worst output feature of all ({worst['format']} with {worst['inputs']} "
+        f"inputs, {worst['weights']})"
+        if worst
+        else ""
+    )
     return (
         f"{len(good)} of {len(errors)} products ran, with a relative error of at most {max(normal, default=0.0):.1e} on "
-        f"normal weights and {worst:.1e} in the worst output feature of all{fast}."
+        f"normal weights{most}{fast}."
     )
 
 
@@ -77,7 +83,9 @@ def _times(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for name, inputs in dict.fromkeys((row["format"], row["inputs"]) for row in rows):
         own = [cells.get((name, inputs, m), {"failed": ""}) for m in tokens]
         body.append([name, inputs, *map(_time, own)])
-    return markdown(("weights", "inputs", *(f"{m} tokens" for m in tokens)), body)
+    return markdown(
+        ("weights", "inputs", *(f"{m} token{'s' if m > 1 else ''}" for m in tokens)), body
+    )
 
 
 def _time(row: Mapping[str, Any]) -> str:
