@@ -14,6 +14,7 @@ from typing import Any
 
 from dmx.files import write_text
 from dmx.formats import get_family
+from dmx.models.experts import experts_path, of_all_experts
 from dmx.searching.offsets import raw_thresholds
 
 from .agreement import agreement_section
@@ -35,8 +36,8 @@ from .zero_shot_tables import zero_shot_table
 
 
 def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
-    """Final format of a unit: a layer name, layer names joined by `+` or `,`, or `parent.{a,b}`; with
-    `:weight` or `:input` behind it where operands are separate.
+    """Final format of a unit: a layer name, layer names joined by `+` or `,`, or `parent.{a,b}`, of experts also their
+    path or one name for all of them; with `:weight` or `:input` behind it where operands are separate.
 
     None when no layer of that name is in the assignment.
     """
@@ -48,7 +49,12 @@ def unit_format(unit: str, assignment: Mapping[str, Any]) -> str | None:
         if brace
         else unit.replace("+", ",").split(",")
     )
-    chosen = {formats[name.strip()] for name in names if name.strip() in formats}
+    wanted = {name.strip() for name in names}
+    chosen = {formats[name] for name in wanted if name in formats} or {
+        block_format
+        for layer, block_format in formats.items()
+        if experts_path(layer) in wanted or of_all_experts(layer) in wanted
+    }
     return chosen.pop() if len(chosen) == 1 else None
 
 

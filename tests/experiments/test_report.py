@@ -633,6 +633,13 @@ def test_unit_names_resolve_to_their_final_format():
     apart = known | {"input_formats": dict.fromkeys(known["formats"], "mxfp6_e2m3")}
     assert unit_format("a.{q_proj,k_proj}:weight", apart) == "mxfp4"
     assert unit_format("b:input", apart) == "mxfp6_e2m3"
+    names = ("experts.gate_up_proj", "experts.down_proj")
+    assert unit_format("experts", {"formats": dict.fromkeys(names, "mxfp4")}) == "mxfp4"
+    split = {f"experts.{e}.{kind}_proj": "mxfp4" for e in range(2) for kind in ("gate", "up")}
+    split |= {f"experts.{e}.down_proj": "mxfp8_e4m3" for e in range(2)}
+    assert unit_format("experts.*.{gate_proj,up_proj}", {"formats": split}) == "mxfp4"
+    assert unit_format("experts.*.down_proj", {"formats": split}) == "mxfp8_e4m3"
+    assert unit_format("experts", {"formats": split}) is None  # two formats are no final one
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,9 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, with the scale "
             "rule even for MXFP4."
         )
+    if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
+        limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
+        note += f" At {limits} bits all layers have one format, whatever chose."
     note = " ".join([note, *inputs_notes(shown)])
     text = next(r.data["evaluation"] for r in records if (model_name(r), text_name(r)) == place)
     if uniform is not None and (other := uniform.data["evaluation"]).sha256 != text.sha256:
