@@ -255,31 +255,34 @@ void fake_quant(const void* x, void* out, int64_t rows, int64_t n, const Format&
   });
 }
 
-// Codes of a whole block as bytes; layouts as in dmx.numerics.packing. 4 * bits bytes.
-inline void pack(const uint8_t* codes, int bits, uint8_t* to) {
+// Codes of a whole block as bytes; layouts as in dmx.numerics.packing. 4 * bits bytes. Neighbours are pushed together,
+// then pairs of neighbours, and so on: loops over the words of one size, so that they are vectorized.
+template <int bits>
+inline void pack(const uint8_t* codes, uint8_t* to) {
   if (bits == 8) {
     std::memcpy(to, codes, kBlock);
-  } else if (bits == 4) {
-    uint8_t bytes[kBlock / 2];
-    for (int i = 0; i < kBlock / 2; ++i)
-      bytes[i] = uint8_t(codes[2 * i] | (codes[2 * i + 1] << 4));
-    std::memcpy(to, bytes, sizeof bytes);
-  } else {
-    for (int i = 0; i < kBlock / 4; ++i) {
-      const uint8_t* c = codes + 4 * i;
-      const uint32_t word = c[0] | (c[1] << 6) | (c[2] << 12) | (uint32_t(c[3]) << 18);
-      for (int k = 0; k < 3; ++k) to[3 * i + k] = uint8_t(word >> (8 * k));
-    }
+    return;
   }
+  constexpr uint32_t low = (1u << bits) - 1;
+  uint32_t fours[kBlock / 4];
+  uint64_t eights[kBlock / 8];
+  std::memcpy(fours, codes, kBlock);
+  for (uint32_t& w : fours) {
+    w = (w & low * 0x10001u) | (w & low * 0x1000100u) >> (8 - bits);
+    w = (w & 0xffffu) | (w >> 16) << (2 * bits);
+  }
+  std::memcpy(eights, fours, kBlock);
+  for (uint64_t& w : eights) w = (w & 0xffffffffu) | (w >> 32) << (4 * bits);
+  for (int i = 0; i < kBlock / 8; ++i) std::memcpy(to + i * bits, eights + i, bits);
 }
 
 // packed_bits: 8 for a byte a code; 4 or 6 pack, and then rows hold whole blocks only.
-template <class T>
-void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows, int64_t n,
-              const Format& f, int packed_bits, int threads) {
+template <class T, int packed_bits>
+void quantize_as(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows, int64_t n,
+                 const Format& f, int threads) {
   using Storage = typename T::Storage;
   const Storage* from = static_cast<const Storage*>(x);
-  const int32_t low = f.emin + kBias, high = f.emax + kBias, lift = kMantissaBits - f.mantissa;
+  const int32_t low = f.emin + kBias, lift = kMantissaBits - f.mantissa;
   for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t block, int count) {
     uint32_t bits[kBlock];
     load_block<T>(from + offset, count, bits);
@@ -296,16 +299,29 @@ void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows,
     uint8_t result[kBlock];
     for (int i = 0; i < kBlock; ++i) {
       const float scaled = float_of(bits[i] & kMagnitude) * inverse;
-      const int32_t binade = clamped_exponent(scaled, low, high);
+      // Not kept below emax: beyond it lie only values that max_code bounds all the same.
+      const int32_t exponent = int32_t(bits_of(scaled) >> kMantissaBits);
+      const int32_t binade = exponent < low ? low : exponent;
       const float sum = scaled + float_of(uint32_t(binade + lift) << kMantissaBits);
       // The low bits of the sum count steps; a carry out of the mantissa reaches the next binade.
       int32_t code = int32_t(bits_of(sum) & 0x7fffffu) + ((binade - low) << f.mantissa);
       code = code < f.max_code ? code : f.max_code;
-      result[i] = uint8_t(code | int32_t((bits[i] >> 31) << f.sign_shift));
+      // A shift to the right, so that code and sign become a byte together and not each by itself.
+      result[i] = uint8_t(code | int32_t((bits[i] & kSign) >> (31 - f.sign_shift)));
     }
-    if (count == kBlock) pack(result, packed_bits, codes + offset * packed_bits / 8);
+    if (count == kBlock) pack<packed_bits>(result, codes + offset * packed_bits / 8);
     else std::memcpy(codes + offset, result, count);
   });
+}
+
+template <class T>
+void quantize(const void* x, uint8_t* codes, uint8_t* scale_codes, int64_t rows, int64_t n,
+              const Format& f, int packed_bits, int threads) {
+  switch (packed_bits) {
+    case 4: quantize_as<T, 4>(x, codes, scale_codes, rows, n, f, threads); break;
+    case 6: quantize_as<T, 6>(x, codes, scale_codes, rows, n, f, threads); break;
+    default: quantize_as<T, 8>(x, codes, scale_codes, rows, n, f, threads);
+  }
 }
 
 // ---- the continuous quantizer; names as in dmx.numerics.continuous ---------------------------

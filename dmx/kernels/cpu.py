@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, WEIGHT_RULES, BlockFormat, ElementFormat, ScaleRule
-from dmx.kernels.buffers import rows_of, writable_in_place
+from dmx.kernels.buffers import fresh_like, rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
@@ -201,7 +201,7 @@ def fake_quant(
     """See `dmx.numerics.fake_quant`; arguments are checked by the door."""
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
-    target = out if direct and out is not None else torch.empty_like(last)
+    target = out if direct and out is not None else fresh_like(last)
     rows, n, _blocks = rows_of(last)
     load_library().dmx_fake_quant(
         _DTYPE_CODES[x.dtype],
@@ -275,7 +275,7 @@ def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> 
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
     last, (forward, _, path) = x.contiguous(), _of_path(parameters)
     direct = out is not None and writable_in_place(x, out)
-    target = out if direct and out is not None else torch.empty_like(last)
+    target = out if direct and out is not None else fresh_like(last)
     rows, n, _blocks = rows_of(last)
     forward(
         _DTYPE_CODES[x.dtype],
@@ -300,7 +300,7 @@ def continuous_fake_quant_backward(
     last, above, (_, backward, path) = x.contiguous(), grad.contiguous(), _of_path(parameters)
     rows, n, blocks = rows_of(last)
     sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
-    grad_x = torch.empty_like(last) if needs_grad_x else None
+    grad_x = fresh_like(last) if needs_grad_x else None
     backward(
         _DTYPE_CODES[x.dtype],
         above.data_ptr(),
@@ -379,7 +379,7 @@ def scaled_fake_quant(
     by the door."""
     last = x.movedim(axis, -1).contiguous()
     direct = out is not None and axis == x.ndim - 1 and writable_in_place(x, out)
-    target = out if direct and out is not None else torch.empty_like(last)
+    target = out if direct and out is not None else fresh_like(last)
     _scaled(last, block_format, scale_rule, amax, out=target, wide=None, inside=None)
     if direct:
         return target
