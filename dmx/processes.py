@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dmx.errors import DataError
+from dmx.errors import DataError, RunError
 
 _T = TypeVar("_T")
 
@@ -31,6 +31,26 @@ def _is_set_up() -> bool:
 def started_together() -> int:
     """How many processes a launcher (accelerate, torchrun) has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_sharded() -> bool:
+    """Whether accelerate was told to shard weights (`--use_fsdp`).
+
+    Raises:
+        RunError: in a way that is not there.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() not in ("true", "1"):
+        return False
+    for name, flag, needed in (
+        ("FSDP_VERSION", "fsdp_version", "2"),
+        ("FSDP_OFFLOAD_PARAMS", "fsdp_offload_params", "false"),
+    ):
+        if (found := os.environ.get(name, needed).lower()) != needed:
+            raise RunError(
+                f"accelerate launch --{flag} {found}: weights are sharded by FSDP2 alone, on the devices that compute. Use "
+                f"--{flag} {needed}, or leave out --use_fsdp."
+            )
+    return started_together() > 1
 
 
 class Processes:

@@ -15,7 +15,8 @@ from dmx.formats import BlockFormat, Operand
 from dmx.models import check_searchable
 from dmx.models.experts import install_experts
 from dmx.models.linears import plain_model
-from dmx.models.searchable import check_whole
+from dmx.models.searchable import check_held
+from dmx.models.sharding import is_sharded
 from dmx.models.swap import put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.stage import Transform
@@ -66,7 +67,7 @@ def apply(
     Args:
         weights, inputs: which operands are quantized; at least one.
         safety: guards every quantizer at run time.
-        cache_weights: keep quantized weights between forward passes: faster, one more copy.
+        cache_weights: keep quantized weights between forward passes: faster, one more copy; not of a sharded model.
 
     Returns:
         The model.
@@ -84,7 +85,7 @@ def apply(
     if not (weights or inputs):
         raise ModelError("weights=False and inputs=False would quantize nothing; set one of them")
     check_searchable(model, allow_unsearched=True)
-    check_whole(model)
+    check_held(model)
     assignment.check(model)
     undo_experts = install_experts(model, assignment.experts_form(model))
     try:
@@ -138,7 +139,7 @@ def _apply(
             linear,
             quantizer(name, "weight") if weights else None,
             quantizer(name, "input") if inputs else None,
-            cache_weights=cache_weights,
+            cache_weights=cache_weights and not is_sharded(model),
         )
 
     undo = transform.install(model, assignment.transformed)

@@ -11,7 +11,7 @@ from dmx.data.batches import list_batches
 from dmx.errors import ModelError
 from dmx.models.linears import plain_model
 from dmx.models.ranges import input_amax
-from dmx.models.searchable import check_whole
+from dmx.models.searchable import check_held
 from dmx.transforms.stage import Transform, transformed
 
 
@@ -56,7 +56,7 @@ def calibrate_inputs(
         raise ModelError(
             "an assignment is already applied to this model; call dmx.restore(model) first"
         )
-    check_whole(model)
+    check_held(model)
     assignment.check(model)
     layers = calibrated_layers(assignment, static=static)
     if not layers:

@@ -18,6 +18,7 @@ from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, ModelError
 from dmx.models.linears import fused_group, linear_layers
+from dmx.models.sharding import whole
 from dmx.transforms.stage import Transform, transformed
 
 
@@ -126,8 +127,5 @@ def weight_amax(model: nn.Module, assignment: Assignment, layers: list[str]) -> 
         transformed(model, Transform.of(assignment), assignment.transformed),
     ):
         linears = linear_layers(model)
-        weights = {layer: linears[layer].weight.detach() for layer in layers}
-        return {
-            layer: float(torch.where(w.isfinite(), w.abs(), 0).amax())
-            for layer, w in weights.items()
-        }
+        weights = ((layer, whole(linears[layer].weight)) for layer in layers)
+        return {layer: float(torch.where(w.isfinite(), w.abs(), 0).amax()) for layer, w in weights}

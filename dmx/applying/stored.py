@@ -24,6 +24,7 @@ from dmx.errors import AssignmentError
 from dmx.files import sha256
 from dmx.formats import BlockFormat, ScaleRule, get_format
 from dmx.kernels import ops
+from dmx.models.sharding import whole
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes, unpack_codes
 
@@ -47,7 +48,7 @@ _NAMES = {"inv_global": "global"}
 
 def sample_of(weight: Tensor) -> Tensor:
     """Up to 64 elements of a weight, float32 on the CPU."""
-    flat = weight.detach().flatten()
+    flat = whole(weight).flatten()
     return flat[:: max(1, flat.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].float().cpu()
 
 

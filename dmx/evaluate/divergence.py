@@ -6,10 +6,10 @@ from torch import Tensor, nn
 from dmx.errors import DataError
 from dmx.evaluate.perplexity import cut_windows, split_windows
 from dmx.models.running import evaluating, model_logits
+from dmx.models.sharding import without_gradients
 from dmx.numerics.distances import token_kl_divergence
 
 
-@torch.inference_mode()
 def kl_divergence(
     model: nn.Module,
     reference_model: nn.Module,
@@ -37,7 +37,11 @@ def kl_divergence(
     batches = split_windows(windows, batch_size)
     device = next(model.parameters()).device
     total = 0.0
-    with evaluating(model, reference_model):
+    with (
+        without_gradients(model),
+        without_gradients(reference_model),
+        evaluating(model, reference_model),
+    ):
         for batch in batches:
             logits = model_logits(model, batch.to(device))
             reference = model_logits(

@@ -19,6 +19,7 @@ from dmx.data.batches import check_fits_model
 from dmx.errors import DataError
 from dmx.kernels import ops
 from dmx.models.running import evaluating, model_logits
+from dmx.models.sharding import is_sharded, without_gradients
 from dmx.processes import Processes
 from dmx.progress import progress
 
@@ -64,7 +65,6 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets)
 
 
-@torch.inference_mode()
 def window_losses(
     model: nn.Module,
     tokens: Tensor,
@@ -85,7 +85,15 @@ def window_losses(
     parts = list(zip(split_windows(windows, batch_size), losses.split(batch_size), strict=True))
     processes = processes or Processes.alone()
     own = processes.own_part(parts)
-    with evaluating(model), progress(f"evaluate {label}".strip(), len(own)) as advance:
+    if is_sharded(model):  # passes are common, and what one adds to be there counts for nothing
+        batch, found = parts[0]
+        idle = -(-len(parts) // processes.size) - len(own)
+        own = [*own, *[(batch, torch.zeros_like(found))] * idle]
+    with (
+        without_gradients(model),
+        evaluating(model),
+        progress(f"evaluate {label}".strip(), len(own)) as advance,
+    ):
         for batch, found in own:
             batch = batch.to(device)
             logits = model_logits(model, batch)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dmx.errors import ModelError
 from dmx.models.running import evaluating, model_logits
+from dmx.models.sharding import whole
 
 _WAY_OUT = (
     "Where float16 overflows, load the model in bfloat16 or float32 (model.dtype); else look at the text "
@@ -27,9 +28,10 @@ def check_finite_weights(model: nn.Module) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or tensor.is_meta or not tensor.is_floating_point():
             continue
-        if not bool(tensor.detach().isfinite().all()):
-            place = tuple((~tensor.detach().isfinite()).nonzero()[0].tolist())
-            value = float(tensor.detach()[place])
+        value_of = whole(tensor)
+        if not bool(value_of.isfinite().all()):
+            place = tuple((~value_of.isfinite()).nonzero()[0].tolist())
+            value = float(value_of[place])
             raise ModelError(
                 f"{name}{list(place)} of {type(model).__name__} is {value} ({tensor.dtype}): nothing that is "
                 "measured on it means anything. Get the weights again; where a conversion to float16 "

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from dmx.models.gguf import gguf_config, read_once
 from dmx.models.identity import architecture_sha256
 from dmx.models.locating import Where, explained, load_options, locate, revision_of
 from dmx.models.searchable import check_not_quantized
+from dmx.models.sharding import spread
 from dmx.models.tiny import byte_tokenizer, make_tiny, tiny_model_config
 from dmx.models.weight_files import check_tokenizer_files, check_weight_files
+from dmx.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,19 @@ class LoadedModel:
     """Tensors of its files that the model has no place for: heads that predict further tokens, and the like."""
 
 
-def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> LoadedModel:
+def load_model(
+    config: ModelConfig, device: str | torch.device = "cpu", shared_by: Processes | None = None
+) -> LoadedModel:
     """Weights and tokenizer on `device`, in eval mode; nothing is written to disk but hub caches.
+
+    Args:
+        shared_by: processes that shard the weights, and all load them; the main one reads the files. None: all of them are here.
 
     Raises:
         ModelError: the model is not there, not allowed, not whole, not finite, or not a causal language model.
     """
+    if shared_by is not None and shared_by.size > 1:
+        return _load_sharded(config, torch.device(device), shared_by)
     dtype = dtype_of(config.dtype, device)
     left_out: tuple[str, ...] = ()
     if config.tiny is not None:
@@ -80,6 +89,22 @@ def load_model(config: ModelConfig, device: str | torch.device = "cpu") -> Loade
     except ModelError as error:
         raise ModelError(f"model.id={config.id}: {error}") from error
     return LoadedModel(model.to(device).eval(), tokenizer, provenance, left_out)
+
+
+def _load_sharded(config: ModelConfig, device: torch.device, processes: Processes) -> LoadedModel:
+    """Of a model that the main process reads, its rows; no process has more of it on its device than one tensor whole."""
+    here: list[LoadedModel] = []
+
+    def read() -> tuple[Any, ...]:
+        dtype = str(dtype_of(config.dtype, device)).removeprefix("torch.")
+        one = load_model(replace(config, dtype=dtype))
+        here.append(one)
+        return one.tokenizer, one.provenance, one.left_out
+
+    tokenizer, provenance, left_out = processes.agree(read)
+    model = meta_model(config)
+    spread(model, here[0].model if here else None, processes, device)
+    return LoadedModel(model.eval(), tokenizer, provenance, left_out)
 
 
 def meta_model(config: ModelConfig) -> Any:

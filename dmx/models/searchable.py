@@ -8,8 +8,9 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.models.backbone import outermost_lists, text_backbone
-from dmx.models.experts import KNOWN_EXPERTS
+from dmx.models.experts import KNOWN_EXPERTS, experts_modules
 from dmx.models.linears import linear_layers, plain_name
+from dmx.models.sharding import check_pieces, is_piece, is_sharded, reshard
 
 UNSEARCHED_SHARE = 0.01
 """A block may hold this share of its parameters outside nn.Linear (norms hold far less)."""
@@ -66,14 +67,27 @@ def check_differentiable(model: nn.Module) -> None:
                 f"{name} was made in torch.inference_mode(), and no gradient can pass it. Load the model outside of "
                 "it, or copy it there: copy.deepcopy(model)."
             )
-    check_whole(model)
+    check_held(model)
+
+
+def check_held(model: nn.Module) -> None:
+    """Raise ModelError where this process holds a part of a weight only, unless as `dmx.models.sharding` splits a model."""
+    if not is_sharded(model):
+        check_whole(model)
+        return
+    check_pieces(model)
+    if paths := experts_modules(model):
+        raise ModelError(
+            f"the model is sharded over processes, and the experts of {next(iter(paths))} lie in 3-D parameters, which "
+            "are not searched in pieces. Give the model whole: every process then holds all of it (run.shard=off)."
+        )
 
 
 def check_whole(model: nn.Module) -> None:
     """Raise ModelError where this process holds a part of a weight only, as under FSDP and tensor parallelism."""
+    reshard(model)
     for name, parameter in model.named_parameters():
-        is_piece = hasattr(parameter, "device_mesh") or name.endswith("_flat_param")
-        if is_piece or not parameter.numel():
+        if is_piece(parameter) or name.endswith("_flat_param") or not parameter.numel():
             raise _sharded(plain_name(name))
     for name, linear in linear_layers(model).items():
         # FSDP1 leaves flat pieces under the old names; packed weights of another quantizer are integers.
@@ -85,8 +99,9 @@ def check_whole(model: nn.Module) -> None:
 
 def _sharded(name: str) -> ModelError:
     return ModelError(
-        f"{name} is sharded over processes (FSDP, tensor parallelism). Give the model before it is sharded: names "
-        "are the same, the assignment fits both, and a model with it applied can be sharded."
+        f"{name} is sharded over processes. Give the model before it is sharded: names are the same, the assignment "
+        "fits both, and a model with it applied can be sharded. Searches, weights and evaluation also take one under "
+        "fully_shard (FSDP2) over all processes; FSDP1, tensor parallelism and exports do not."
     )
 
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 from torch import nn
 
 from dmx.models.linears import plain_name
+from dmx.models.sharding import reshard
 
 _Linear = TypeVar("_Linear", bound=nn.Linear)
 
@@ -17,8 +18,8 @@ def adopt(cls: type[_Linear], linear: nn.Linear) -> _Linear:
     layer = cls.__new__(cls)
     nn.Module.__init__(layer)
     layer.in_features, layer.out_features = linear.in_features, linear.out_features
-    layer.weight = linear.weight
-    layer.register_parameter("bias", linear.bias)
+    # One table: FSDP puts whole weights into the layer that it knows, and takes them out again.
+    layer._parameters = linear._parameters
     layer.input_transform = getattr(linear, "input_transform", None)  # type: ignore[assignment]
     for hooks in (
         "_forward_hooks",
@@ -77,6 +78,7 @@ def other_layers(
 ) -> Iterator[None]:
     """The model with layers replaced as by `replace_layers` and all its Parameters frozen, inside; both
     undone after, also after an exception."""
+    reshard(model)
     frozen = [(p, p.requires_grad) for p in model.parameters()]
     originals = replace_layers(model, make)
     try:
@@ -85,5 +87,6 @@ def other_layers(
         yield
     finally:
         put_back(model, originals)
+        reshard(model)
         for parameter, needed in frozen:
             parameter.requires_grad_(needed)

@@ -26,6 +26,7 @@ from dmx.formats import (
 from dmx.kernels import ops
 from dmx.models.products import Groups, groups_of, product, product_by_input, product_by_weight
 from dmx.models.running import evaluating
+from dmx.models.sharding import Rows
 from dmx.models.swap import adopt, other_layers
 from dmx.numerics import continuous_parameters
 from dmx.transforms.block import BlockRotation, by_rotation, rotate
@@ -117,6 +118,7 @@ class _SoftLinear(torch.autograd.Function):
         place: where the gradient by the weight is added, straight through; None: nowhere.
         amax: of the input, as of `Bank.quantized`.
         groups: of the rows of x, as of `product`.
+        rows: `weight` and `place` are this process's, of so many; None: they are whole.
 
     Saves the inputs only; the backward pass rotates and quantizes again, which is cheaper than
     keeping two more copies of every weight and activation.
@@ -136,8 +138,9 @@ class _SoftLinear(torch.autograd.Function):
         place: Tensor | None,
         amax: float | None,
         groups: Groups | None,
+        rows: Rows | None,
     ) -> Tensor:
-        ctx.amax, ctx.groups = amax, groups
+        ctx.amax, ctx.groups, ctx.rows = amax, groups, rows
         is_searched = isinstance(input_parameters, Tensor)
         ctx.save_for_backward(
             x, weight, parameters, input_parameters if is_searched else None, matrix
@@ -145,6 +148,8 @@ class _SoftLinear(torch.autograd.Function):
         ctx.fixed = None if is_searched else input_parameters
         ctx.is_joint = is_searched and input_offset is None
         ctx.place = place
+        if rows is not None:
+            weight = rows.gather(weight)
         if matrix is not None:
             x, weight = rotate(x, matrix), rotate(weight, matrix)
         return product(
@@ -157,6 +162,9 @@ class _SoftLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, parameters, input_parameters, matrix = ctx.saved_tensors
+        rows = ctx.rows
+        if rows is not None:
+            weight = rows.gather(weight)
         is_rotated = matrix is not None
         rotated_x, rotated_weight = x, weight
         if is_rotated:
@@ -165,7 +173,7 @@ class _SoftLinear(torch.autograd.Function):
         quantized_x = _soft_input(rotated_x, ctx.fixed or input_parameters, ctx.amax)
         by_quantized = product_by_weight(grad, quantized_x, ctx.groups)
         if ctx.place is not None:
-            ctx.place.add_(by_quantized)
+            ctx.place.add_(by_quantized if rows is None else rows.mean(by_quantized))
         grad_weight, by_weight = ops.continuous_fake_quant_backward(
             by_quantized,
             rotated_weight,
@@ -192,7 +200,20 @@ class _SoftLinear(torch.autograd.Function):
         if ctx.is_joint:
             assert by_input is not None
             by_weight, by_input = by_weight + by_input, None
-        return grad_x, None, None, by_weight, None, by_input, None, grad_matrix, None, None, None
+        return (
+            grad_x,
+            None,
+            None,
+            by_weight,
+            None,
+            by_input,
+            None,
+            grad_matrix,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _soft_input(
@@ -215,6 +236,8 @@ class BankLinear(nn.Linear):
     learning: tuple[Tensor, Tensor] | None
     """A weight that descends in this search, which counts in all modes but full, and where its gradient is
     added; None: `weight` in all modes."""
+    rows: Rows | None
+    """Of what is `learning`, where it is this process's of several; None: it is whole."""
 
     def quantized(self, x: Tensor, block_format: Format, operand: Operand) -> Tensor:
         """An operand of this layer in a format."""
@@ -237,6 +260,8 @@ class BankLinear(nn.Linear):
         weight = self.weight
         if self.learning is not None and self.bank.mode != "full":
             weight = self.learning[0]
+            if self.rows is not None:
+                weight = self.rows.gather(weight)
         if (matrix := self.matrix()) is not None:
             return rotate(x, matrix), rotate(weight, matrix)
         return (x if self.input_transform is None else self.input_transform(x)), weight
@@ -272,6 +297,7 @@ class SearchLinear(BankLinear):
                 place,
                 self.input_amax,
                 groups_of(self),
+                self.rows,
             )
             return result
         x, weight = self.operands(x)
@@ -343,7 +369,7 @@ def searching_model(
             layer.block_format = space.fixed[name]
         else:
             return None
-        layer.bank, layer.learning = bank, None
+        layer.bank, layer.learning, layer.rows = bank, None, None
         layer.input_amax = (space.input_amax or {}).get(name)
         layer.rotation = None if learned is None else learned.input_of[name]
         return layer

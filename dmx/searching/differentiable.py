@@ -35,6 +35,7 @@ from dmx.models.experts import has_linear_experts
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import GraphedStep
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
+from dmx.models.sharding import is_sharded
 from dmx.processes import Processes
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
@@ -250,6 +251,8 @@ class DifferentiableSearch:
             obstacle = "the reference of the straight line, nvfp4 and fp8 reads on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):
             obstacle = "the model's attention is not purely causal sdpa"
+        elif is_sharded(self.model):
+            obstacle = "the weights are sharded over processes"
         elif has_linear_experts(self.model):
             obstacle = "which rows experts are given changes from batch to batch"
         if asked == "on" and obstacle:
@@ -382,7 +385,12 @@ class DifferentiableSearch:
 
     def save(self) -> None:
         """Write the state and the history so far."""
-        if self.folder is None or not self.processes.is_main:
+        if self.folder is None:
+            return
+        learned: dict[str, Tensor] = {}
+        if self.joint is not None and self.step < self.config.steps:  # of no use after the choice
+            learned = self.joint.state()
+        if not self.processes.is_main:
             return
         tensors = {"raw": self.raw, "raw_rows": torch.from_numpy(np.stack(self.raw_rows))}
         momentum = self.optimizer.state[self.raw].get("momentum_buffer")
@@ -390,8 +398,7 @@ class DifferentiableSearch:
             tensors["momentum"] = momentum
         if self.rotations is not None:
             tensors |= self.rotations.state()
-        if self.joint is not None and self.step < self.config.steps:  # of no use after the choice
-            tensors |= self.joint.state()
+        tensors |= learned
         facts = {
             "step": self.step,
             "micro_batch": self.micro.rows,

@@ -59,13 +59,15 @@ class JointWeights(FlatWeights):
         for name in self.places:
             layer = model.get_submodule(name)
             assert isinstance(layer, SearchLinear)
-            layer.learning = self.views(name)
+            layer.learning, layer.rows = self.views(name), self.rows.get(name)
 
     @torch.no_grad()
     def update(self, step: int, processes: Processes) -> Tensor:
         """One step along the gradient; its norm, 0-d float32. No synchronization with the host."""
         rate = warm_cosine(step, self.steps, self.config.lr, self.config.warmup)
-        norm = self.optimizer.step_clipped(self.gradient, rate, self.config.max_norm, processes)
+        norm = self.optimizer.step_clipped(
+            self.gradient, rate, self.config.max_norm, processes, in_pieces=bool(self.rows)
+        )
         self.show()
         return norm
 
@@ -80,12 +82,14 @@ class JointWeights(FlatWeights):
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors that `load` takes back."""
-        return {"masters": self.values} | self.optimizer.state()
+        """Tensors that `load` takes back, of a sharded model in the main process; all processes ask together."""
+        state = {"masters": self.values} | self.optimizer.state()
+        return {name: self.to_file(tensor) for name, tensor in state.items()}
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor], step: int) -> None:
         """Go on after `step` steps."""
-        self.values.copy_(tensors["masters"])
-        self.optimizer.load(tensors, step)
+        own = {n: self.from_file(tensors[n]) for n in ("masters", *self.optimizer.state())}
+        self.values.copy_(own["masters"])
+        self.optimizer.load(own, step)
         self.show()

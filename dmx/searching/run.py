@@ -34,6 +34,7 @@ from dmx.models.memory import MicroBatch
 from dmx.models.ranges import input_amax
 from dmx.models.running import evaluating, model_logits
 from dmx.models.searchable import check_differentiable
+from dmx.models.sharding import refuse_pieces
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.config import SCANS, SearchConfig, SearchSettings
@@ -175,6 +176,7 @@ def search(
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
     _check_weights(model)
+    _check_pieces(model, config)
     with linear_experts(model, config.experts_form):
         return _search(model, batches, budget, config, folder, score_folder)
 
@@ -529,6 +531,14 @@ def _check_weights(model: nn.Module) -> None:
                 f"{name} is float64; formats are defined on float32, bfloat16 and float16. Convert "
                 "the model first: model.float()"
             )
+
+
+def _check_pieces(model: nn.Module, config: SearchConfig) -> None:
+    """Refuse what a sharded model cannot do before the search spends anything."""
+    transforms = {f"search.transform={config.transform}": config.transform != "none"}
+    refuse_pieces(model, transforms, "search.transform=none")
+    halves = {"search.oom=halve": config.oom == "halve"}
+    refuse_pieces(model, halves, "search.oom=stop with a lower search.micro_batch")
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.linears import linear_layers
 from dmx.models.products import Groups, groups_of, product
 from dmx.models.running import model_logits, quick_attention
+from dmx.models.sharding import whole
 from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.searching.bank import Bank, SearchLinear, searching_model
@@ -268,8 +269,8 @@ class Scan:
             rule = rule_of(self.rules, "weight", block_format)
             for u, unit in enumerate(self.space.units):
                 weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
-                for weight in weights.values():
-                    quantized = ops.fake_quant(weight.detach(), block_format, scale_rule=rule)
+                for weight in map(whole, weights.values()):
+                    quantized = ops.fake_quant(weight, block_format, scale_rule=rule)
                     error = quantized.float() - weight.float()
                     sums[u] += float(error.square().sum(dtype=torch.float64))
             self._save(block_format, file, sums, 1)

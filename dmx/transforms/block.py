@@ -84,7 +84,8 @@ class RotatedLinear(nn.Linear):
     def wrap(cls, linear: nn.Linear, rotation: BlockRotation, weight: nn.Parameter) -> nn.Linear:
         """weight: the rotated one."""
         layer = adopt(cls, linear)
-        layer.weight, layer.input_transform = weight, rotation
+        layer._parameters = {**linear._parameters, "weight": weight}
+        layer.input_transform = rotation
         return layer
 
     def forward(self, x: Tensor) -> Tensor:

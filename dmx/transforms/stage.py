@@ -26,6 +26,7 @@ from dmx.errors import AssignmentError
 from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
 from dmx.models.linears import fused_group, linear_layers
+from dmx.models.sharding import refuse_pieces
 from dmx.models.swap import put_back, replace_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
 from dmx.transforms.residual import rotate_residual
@@ -163,6 +164,7 @@ class Transform:
         """
         if self.name == "none":
             return lambda: None
+        refuse_pieces(model, {f"search.transform={self.name}": True}, "search.transform=none")
         if self.name == "hadamard_full":
             return rotate_residual(model, block_size=self.residual_block)
         inputs = {

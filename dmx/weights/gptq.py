@@ -37,6 +37,7 @@ from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.models.running import evaluating
 from dmx.models.searchable import check_differentiable
+from dmx.models.sharding import is_sharded, whole
 from dmx.processes import Processes
 from dmx.progress import progress
 from dmx.state import State, StateFile, code_version
@@ -108,6 +109,7 @@ class _Rounding:
         self.damping, self.correct_inputs = damping, correct_inputs
         device = next(traversal.model.parameters()).device
         self.processes = Processes(device)
+        self.is_sharded = is_sharded(traversal.model)
         self.round_columns: RoundColumns = (
             GraphedColumns() if device.type == "cuda" else round_columns
         )
@@ -125,7 +127,7 @@ class _Rounding:
             by_format.setdefault((block_format, alone), []).append(name)
         for (block_format, _), together in by_format.items():
             rule = self.assignment.rule("weight", block_format)
-            weights = [part[name].weight.detach() for name in together]
+            weights = [whole(part[name].weight) for name in together]
             target = torch.cat(weights).float()
             if seen.cross is not None:
                 target = corrected_weight(target, factor, seen.cross)
@@ -155,13 +157,22 @@ class _Rounding:
     ) -> None:
         whole = [Stage(list(part), shares_input=False)]
         # The rows of another process may run other experts first.
-        stages = self.processes.agree(lambda: stages_of(part, runs[0])) if one_by_one else whole
+        stages = self._stages(part, runs[0]) if one_by_one else whole
         for stage, then in zip_longest(stages, stages[1:]):
+            if self.is_sharded:  # gathered weights are let go of at the end of a pass
+                then = None
             for names, seen in record(part, stage, then, runs, with_cross=self.correct_inputs):
                 seen.share(self.processes)
                 self._round(part, names, seen)
             for name in stage.names:
                 advance(name)
+
+    def _stages(self, part: dict[str, QuantLinear], run: Callable[[], object]) -> list[Stage]:
+        """As the main process sees them."""
+        if self.is_sharded:  # passes are common
+            seen = stages_of(part, run)
+            return self.processes.agree(lambda: seen)
+        return self.processes.agree(lambda: stages_of(part, run))
 
     @torch.no_grad()
     def run(self) -> dict[str, StoredWeight]:

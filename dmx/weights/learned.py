@@ -46,6 +46,7 @@ from dmx.models.linears import linear_layers, plain_model
 from dmx.models.memory import MicroBatch
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
+from dmx.models.sharding import is_sharded, refuse_pieces
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch, progress
@@ -147,6 +148,8 @@ class _Learning:
             obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
         elif not self.is_causal:
             obstacle = "the model's attention is not purely causal sdpa"
+        elif is_sharded(self.model):
+            obstacle = "the weights are sharded over processes"
         elif has_linear_experts(self.model):
             obstacle = "which rows experts are given changes from batch to batch"
         if asked == "on" and obstacle:
@@ -161,7 +164,9 @@ class _Learning:
         size = one.numel() * one.element_size() * len(self.batches)
         on_gpu = self.device.type == "cuda"
         room = MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0] if on_gpu else HOST_MEMORY
-        return self.config.steps > len(self.batches) and size <= room
+        has_room = self.config.steps > len(self.batches) and size <= room
+        # Of common passes all processes run as many.
+        return self.processes.agree(lambda: has_room) if self.masters.rows else has_room
 
     def _reference(self, tokens: Tensor) -> tuple[Tensor]:
         """What the loss needs of the full-precision model."""
@@ -241,6 +246,7 @@ class _Learning:
             self.config.rate(self.step),
             self.config.max_norm,
             self.processes,
+            in_pieces=bool(self.masters.rows),
         )
         self.history[self.step] = torch.stack([loss, norm])
         self.step += 1
@@ -250,6 +256,8 @@ class _Learning:
     def save(self) -> None:
         """Leave a checkpoint, after a look at the losses so far."""
         self.check_finite()
+        state = {"masters": self.masters.values} | self.optimizer.state()
+        kept = {name: self.masters.to_file(tensor) for name, tensor in state.items()}
         if self.processes.is_main:
             facts = {
                 "step": self.step,
@@ -257,8 +265,7 @@ class _Learning:
                 "kl_before": self.kl_before,
                 "seconds": self.clock.seconds,
             }
-            tensors = {"masters": self.masters.values, "history": self.history}
-            self.file.save(State(facts, tensors | self.optimizer.state()))
+            self.file.save(State(facts, kept | {"history": self.history}))
 
     def resume(self) -> None:
         """Go on from the checkpoint, if there is one; raises as `StateFile.load`."""
@@ -266,10 +273,12 @@ class _Learning:
         if state is None:
             return
         try:
-            self.masters.values.copy_(state.tensors["masters"])
-            self.history.copy_(state.tensors["history"])
+            kept = dict(state.tensors)
+            self.history.copy_(kept.pop("history"))
+            tensors = {name: self.masters.from_file(tensor) for name, tensor in kept.items()}
+            self.masters.values.copy_(tensors["masters"])
             self.step = int(state.facts["step"])
-            self.optimizer.load(state.tensors, self.step)
+            self.optimizer.load(tensors, self.step)
             self.kl_before = state.facts["kl_before"]
             self.micro.rows = state.facts["micro_batch"]
             self.clock.before = state.facts["seconds"]
@@ -316,16 +325,24 @@ class _Learning:
         for index in batch_order(len(self.batches), config.seed, self.step):
             self._update(self._loss_of(index))
             is_last = self.step == config.steps
-            if self.step % look_every == 0 or is_last or interrupts.asked:
+            stops = self._stops(interrupts)
+            if self.step % look_every == 0 or is_last or stops:
                 self.check_finite()
                 note = f"KL {float(self.history[self.step - 1, 0]):.4f}"
             advance(note)
-            if self.step % config.checkpoint_every == 0 or is_last or interrupts.asked:
+            if self.step % config.checkpoint_every == 0 or is_last or stops:
                 self.save()
-            if interrupts.asked:
+            if stops:
                 raise KeyboardInterrupt
             if is_last:
                 break
+
+    def _stops(self, interrupts: _Interrupts) -> bool:
+        """Whether Ctrl-C ends it here; of rows that lie with several processes all save together."""
+        if not self.masters.rows:
+            return interrupts.asked
+        asked = torch.tensor(int(interrupts.asked), device=self.device)
+        return bool(self.processes.largest(asked))
 
 
 def learn_weights(
@@ -361,6 +378,7 @@ def learn_weights(
     model = plain_model(model)
     check_differentiable(model)
     _check(model, assignment)
+    _check_pieces(model, config)
     if config.train == "scales":
         assignment = with_block_scales(assignment)
     listed = list_batches(batches, model)
@@ -380,6 +398,7 @@ def learn_weights(
         ExitStack() as stage,
     ):
         weights, rotations = _prepare(model, assignment, stage)
+        result: Callable[[str], Tensor] | None = None
         samples = {name: sample_of(weight) for name, weight in weights.items()}
         is_causal = is_purely_causal(model, listed[0].shape[1])  # under its own attention's name
         if device.type == "cuda" and is_causal:
@@ -406,14 +425,14 @@ def learn_weights(
             run.kl_before = facts.get("kl_before")
             run.run()
             facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}
-            weights = {name: masters.result(name) for name in masters.places}
+            result = masters.result
             facts["cuda_graph"] = "on" if run.uses_graph else "off"
             if run.micro.rows != config.micro_batch:
                 facts["micro_batch"] = run.micro.rows
         elif blocks is not None:
             weights |= blocks.kept
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
-        stored = _store(weights, samples, assignment, device)
+        stored = _store(result or weights.__getitem__, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
 
@@ -492,6 +511,18 @@ def _check(model: nn.Module, assignment: Assignment) -> None:
             )
 
 
+def _check_pieces(model: nn.Module, config: LearnConfig) -> None:
+    """Refuse what a sharded model cannot do."""
+    for setting, found, needed in (
+        ("learn.train", config.train, "weights"),
+        ("learn.block_steps", config.block_steps, 0),
+        ("learn.masters", config.masters, "float32"),
+        ("learn.optimizer_state", config.optimizer_state, "float32"),
+        ("learn.oom", config.oom, "stop"),
+    ):
+        refuse_pieces(model, {f"{setting}={found}": found != needed}, f"{setting}={needed}")
+
+
 def _prepare(
     model: nn.Module, assignment: Assignment, stage: ExitStack
 ) -> tuple[dict[str, Tensor], dict[str, BlockRotation | None]]:
@@ -520,7 +551,7 @@ def _prepare(
 
 
 def _store(
-    weights: Mapping[str, Tensor],
+    result: Callable[[str], Tensor],
     samples: dict[str, Tensor],
     assignment: Assignment,
     device: torch.device,
@@ -529,7 +560,7 @@ def _store(
     stored = {}
     for name, block_format in assignment.block_formats("weight").items():
         rule = assignment.rule("weight", block_format)
-        wide = weights[name].to(device, torch.float32)
+        wide = result(name).to(device, torch.float32)
         amax = assignment.amax_of_weight(name)
         stored[name] = StoredWeight.of(wide, wide, block_format, rule, amax)
         stored[name].sample = samples[name]

@@ -25,7 +25,9 @@ from dmx.errors import ModelError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ScaleRule
 from dmx.kernels import ops
 from dmx.models.products import Groups, groups_of, product, product_by_input, product_by_weight
+from dmx.models.sharding import Rows, is_piece, own
 from dmx.models.swap import adopt, other_layers
+from dmx.processes import Processes
 from dmx.transforms.block import BlockRotation
 
 ALIGNMENT = 64
@@ -52,22 +54,25 @@ class FlatWeights:
     """Weights of layers side by side in one tensor, in the same order what products see of them, and the
     gradient by that.
 
+    Of a sharded model every process has its own rows: masters, moments and gradient of these, and it has a whole weight
+    while a product needs it.
+
     Args:
         weights: layer -> (out, in) weight that it starts from, all of one dtype and device; in this order.
         dtype: of the masters.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self.places: dict[str, tuple[int, tuple[int, int]]] = {}
-        end = 0
-        for name, weight in weights.items():
-            out, into = weight.shape
-            self.places[name] = (end, (out, into))
-            end += out * into + -(out * into) % ALIGNMENT
         first = next(iter(weights.values()))
+        self.processes = Processes(first.device)
+        self.rows = {n: Rows(len(w), self.processes) for n, w in weights.items() if is_piece(w)}
+        """Of layers whose rows lie with several processes."""
+        self._whole_shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+        self.places = _places({name: tuple(own(w).shape) for name, w in weights.items()})
+        end = _end(self.places)
         self.values = torch.zeros(end, dtype=dtype, device=first.device)
         for name, weight in weights.items():
-            self.view_of(self.values, name).copy_(weight)
+            self.view_of(self.values, name).copy_(own(weight))
         self.seen = torch.zeros(end, dtype=first.dtype, device=first.device)
         self.gradient = torch.zeros_like(self.seen)
 
@@ -85,6 +90,48 @@ class FlatWeights:
         weight = self.view_of(self.seen, name).detach().requires_grad_()
         return weight, self.view_of(self.gradient, name)
 
+    def whole(self, flat: Tensor, name: str) -> Tensor:
+        """(out, in) part of a layer in a tensor that lies as the masters do; all processes ask for it together."""
+        part, rows = self.view_of(flat, name), self.rows.get(name)
+        return part if rows is None else rows.gather(part)
+
+    def to_file(self, flat: Tensor) -> Tensor:
+        """A tensor that lies as the masters do, as one process alone has it; empty but in the main process."""
+        if not self.rows:
+            return flat
+        places = _places(self._whole_shapes)
+        kept = torch.zeros(_end(places) if self.processes.is_main else 0, dtype=flat.dtype)
+        for name, (start, shape) in places.items():
+            gathered = self.whole(flat, name)
+            if self.processes.is_main:
+                kept[start : start + prod(shape)].copy_(gathered.flatten())
+        return kept
+
+    def from_file(self, kept: Tensor) -> Tensor:
+        """Inverse of `to_file`, of what the main process had."""
+        if not self.rows:
+            return kept
+        flat = torch.zeros(len(self.values), dtype=kept.dtype)
+        for name, (start, shape) in _places(self._whole_shapes).items():
+            part = kept[start : start + prod(shape)].view(shape)
+            self.view_of(flat, name).copy_(part[self.rows[name].own])
+        return flat
+
+
+def _places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, tuple[int, int]]]:
+    """Where each weight begins side by side with the others, and its shape."""
+    places: dict[str, tuple[int, tuple[int, int]]] = {}
+    end = 0
+    for name, (out, into) in shapes.items():
+        places[name] = (end, (out, into))
+        end += out * into + -(out * into) % ALIGNMENT
+    return places
+
+
+def _end(places: Mapping[str, tuple[int, tuple[int, int]]]) -> int:
+    *_, (start, shape) = places.values()
+    return start + prod(shape) + -prod(shape) % ALIGNMENT
+
 
 class Masters(FlatWeights):
     """Weights that products see quantized by the formats of an assignment, and that learn.
@@ -101,11 +148,19 @@ class Masters(FlatWeights):
             name: (formats[name], assignment.rule("weight", formats[name])) for name in weights
         }
         in_order = sorted(weights, key=lambda name: (kinds[name][0].name, kinds[name][1]))
+        if wide := [n for n in weights if is_piece(weights[n]) and kinds[n][0].scale.global_bits]:
+            raise ModelError(
+                f"weights=learned: {wide[0]} is in {kinds[wide[0]][0]}, whose scale is of a whole weight, and the model is "
+                "sharded over processes. Use run.shard=off, or other formats."
+            )
         super().__init__({name: weights[name] for name in in_order}, dtype)
         self.segments: list[Segment] = []
         for name in in_order:
             start, shape = self.places[name]
-            self._add_segment(Segment(*kinds[name], start, shape, assignment.amax_of_weight(name)))
+            if prod(shape):
+                self._add_segment(
+                    Segment(*kinds[name], start, shape, assignment.amax_of_weight(name))
+                )
 
     def _add_segment(self, new: Segment) -> None:
         """Joins it to the one before where blocks stay blocks."""
@@ -147,11 +202,15 @@ class Masters(FlatWeights):
 
     def result(self, name: str) -> Tensor:
         """(out, in) weight of a layer that is to be stored, once quantized."""
-        return self.master(name)
+        return self.whole(self.values, name)
 
 
 class _Product(torch.autograd.Function):
-    """`product` whose gradient by the weight is added to a place of its own."""
+    """`product` whose gradient by the weight is added to a place of its own.
+
+    Args:
+        rows: weight and place are this process's, of so many; None: they are whole.
+    """
 
     @staticmethod
     def forward(
@@ -161,22 +220,27 @@ class _Product(torch.autograd.Function):
         bias: Tensor | None,
         gradient: Tensor,
         groups: Groups | None,
+        rows: Rows | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gradient, ctx.groups = gradient, groups
-        return product(x, weight, bias, groups)
+        ctx.gradient, ctx.groups, ctx.rows = gradient, groups, rows
+        return product(x, weight if rows is None else rows.gather(weight), bias, groups)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
-        if ctx.groups is None:
+        if ctx.rows is not None:
+            by_weight = product_by_weight(grads[0], x, ctx.groups)
+            ctx.gradient.add_(ctx.rows.mean(by_weight))
+            weight = ctx.rows.gather(weight)
+        elif ctx.groups is None:
             flat = grads[0].reshape(-1, grads[0].shape[-1])
             ctx.gradient.addmm_(flat.t(), x.reshape(-1, x.shape[-1]))
         else:
             ctx.gradient.add_(product_by_weight(grads[0], x, ctx.groups))
         needed = ctx.needs_input_grad[0]
         by_input = product_by_input(grads[0], weight, ctx.groups) if needed else None
-        return by_input, None, None, None, None
+        return by_input, None, None, None, None, None
 
 
 class Bank:
@@ -223,13 +287,14 @@ class LearningLinear(nn.Linear):
     input_quantizer: BlockQuantizer | None
     quantized: Tensor
     place: Tensor
+    rows: Rows | None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bank.is_full:
             return product(x, self.weight, self.bias, groups_of(self))
         seen = self.bank.input(x, self.rotation, self.input_quantizer)
         result: Tensor = _Product.apply(
-            seen, self.quantized, self.bias, self.place, groups_of(self)
+            seen, self.quantized, self.bias, self.place, groups_of(self), self.rows
         )
         return result
 
@@ -292,6 +357,7 @@ def learning_model(
         )
         layer.bank, layer.rotation = bank, rotations[name]
         layer.quantized, layer.place = masters.views(name)
+        layer.rows = masters.rows.get(name)
         return layer
 
     with other_layers(model, make):

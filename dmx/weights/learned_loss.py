@@ -12,6 +12,7 @@ A model whose logits are something else than the product of its head (scaled or 
 quantized itself) goes through whole logits.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from dmx.kernels import ops
 from dmx.kernels.losses import kl_loss
 from dmx.models.running import model_logits
+from dmx.models.sharding import gather_outer
 
 CHUNK_BYTES = 1 << 28
 """Of the logits that exist at a time; twice, of both models."""
@@ -94,7 +96,9 @@ class HeadKL:
         self.model, self.head = model, head
 
     def _hidden(self, tokens: Tensor) -> Tensor:
-        with _without(self.head):
+        with _without(self.head), warnings.catch_warnings():
+            # It fears that somebody writes into what the model returns.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
             return model_logits(self.model, tokens)
 
     @torch.no_grad()
@@ -103,6 +107,7 @@ class HeadKL:
 
     def loss(self, tokens: Tensor, reference: Tensor) -> Tensor:
         hidden = self._hidden(tokens).flatten(0, -2)
+        gather_outer(self.model)
         weight, bias = self.head.weight, self.head.bias
         result: Tensor = _HeadKL.apply(hidden, reference.flatten(0, -2), weight, bias)
         return result
@@ -112,6 +117,7 @@ class HeadKL:
         """Whether the logits are the head's product, bit for bit."""
         hidden = self._hidden(tokens)
         logits = model_logits(self.model, tokens)
+        gather_outer(self.model)
         same_rows = hidden.shape[:-1] == logits.shape[:-1]
         return same_rows and torch.equal(self.head(hidden), logits)
 

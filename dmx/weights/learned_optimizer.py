@@ -73,13 +73,26 @@ class AdamW:
 
     @torch.no_grad()
     def step_clipped(
-        self, gradient: Tensor, lr: float, max_norm: float, processes: Processes
+        self,
+        gradient: Tensor,
+        lr: float,
+        max_norm: float,
+        processes: Processes,
+        *,
+        in_pieces: bool = False,
     ) -> Tensor:
         """One step along the gradient that all processes have together, shortened to `max_norm` where it is
         longer; its norm before that, 0-d float32. `gradient` becomes the common one; nothing waits for the
-        device."""
-        processes.average(gradient)
+        device.
+
+        Args:
+            in_pieces: the masters are this process's rows, and the gradient is the common one of these.
+        """
+        if not in_pieces:
+            processes.average(gradient)
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        if in_pieces:
+            norm = processes.total(norm.square()).sqrt()
         self.step(gradient, lr, (max_norm / (norm + 1e-6)).clamp(max=1.0)[None])
         return norm
 

@@ -16,6 +16,7 @@ from dmx.errors import ModelError
 from dmx.models.backbone import decoder_blocks
 from dmx.models.replay import PrefixReplay
 from dmx.models.running import model_logits
+from dmx.models.sharding import is_sharded
 from dmx.weights.recorder import Stop, until_stopped
 
 
@@ -65,10 +66,13 @@ class Traversal:
             )
         self._others = [(args[1:], kwargs) for args, kwargs in seen]
         first: list[Tensor] = []
+        # Gathered weights are let go of at the end of a pass.
+        ends = not is_sharded(self.model)
 
         def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
             first.append(keep(args[0]))
-            raise Stop
+            if ends:
+                raise Stop
 
         handle = self.blocks[0].register_forward_pre_hook(note)
         try:

@@ -36,6 +36,7 @@ from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
 
 from ..reporting.record import ModelFacts, Row
+from .guard import console
 from .measuring import measure_losses, measure_tasks
 from .provenance import batches_facts, gpu_peak, reset_gpu_peak, windows_facts
 from .rows import make_row, method_of
@@ -95,7 +96,12 @@ class Bench:
         training_text = None
         if self.training is not None:
             training_text = load_text(data.training) if data.training else calibration_text
-        loaded = load_model(model, run.device)
+        loaded = load_model(model, run.device, run.processes if run.shards else None)
+        if run.shards:
+            console.print(
+                f"weights are sharded over {run.processes.size} processes (FSDP2); no CUDA graphs",
+                highlight=False,
+            )
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         run.model = ModelFacts.from_dict(loaded.provenance, "model")
         if calibration_text is not None:
@@ -128,7 +134,8 @@ class Bench:
             self.tokens = tokens
             run.data["evaluation"] = windows_facts(text, tokens, evaluation.window)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        run.actual |= {"run": {"device": str(run.device)}, "model": {"dtype": dtype}}
+        where = {"device": str(run.device)} | ({"shard": "on"} if run.shards else {})
+        run.actual |= {"run": where, "model": {"dtype": dtype}}
 
     @classmethod
     def of(
@@ -180,6 +187,7 @@ class Bench:
         if folder is None:
             yield None
             return
+        self.run.unsharded("measuring an exported folder (assignments=[path/to/folder])")
         own = self.model
         attention = self._model_config.attn_implementation
         files = load_exported(folder, device=self.run.device, attn_implementation=attention)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from dmx.models.dtype import SLOW_BF16, bf16_slowness
 from dmx.models.running import evaluating
+from dmx.models.sharding import gather_outer
 from dmx.searching import search_space
 from dmx.searching.config import DESCENDING
 from dmx.weights.learned import measured_batches
@@ -45,6 +46,7 @@ REPEATS = 3
 
 def plain_step(model: nn.Module, tokens: Tensor) -> None:
     """Forward and backward to the output of the embeddings; tokens (batch, length) int64."""
+    gather_outer(model)
     embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
     logits = model(inputs_embeds=embedded, use_cache=False).logits
     targets = tokens[:, 1:].flatten()

@@ -66,6 +66,8 @@ class Run:
         self.started, self.clock = time.time(), Stopwatch()
         self.command = command
         self.processes = Processes(config.torch_device())
+        self.shards = config.shards()
+        """Whether the processes shard the weights of the model."""
         if is_sweep():
             self.alone("a sweep (-m)")
             # The default of run.folder names a time; a sweep that is started again must find the
@@ -110,6 +112,14 @@ class Run:
             raise ConfigError(
                 f"{what} runs in one process, and here are {self.processes.size}. Start the command without accelerate "
                 "launch or torchrun."
+            )
+
+    def unsharded(self, what: str) -> None:
+        """Raise ConfigError where weights are sharded and whole ones are needed."""
+        if self.shards:
+            raise ConfigError(
+                f"{what} needs whole weights, and those of this run are sharded over {self.processes.size} processes. Use "
+                "run.shard=off, and accelerate launch without --use_fsdp."
             )
 
     def _say_lost(self, lost: LostProcess) -> None:

@@ -14,7 +14,7 @@ from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import BLOCK_FORMATS, check_choice
 from dmx.models import ModelConfig
-from dmx.processes import started_together
+from dmx.processes import launched_sharded, started_together
 from dmx.weights.config import GptqConfig
 from dmx.weights.learn_config import LearnConfig
 
@@ -157,12 +157,25 @@ class RunConfig:
     """Receives everything; a run that died goes on in the same folder."""
     device: str = "auto"
     """auto | cpu | cuda | cuda:N. auto takes a GPU if there is one, and the record says which."""
+    shard: str = "auto"
+    """auto | on | off: weights sharded over the processes of the run (FSDP2), instead of whole in each. auto: where
+    accelerate was told so, by --use_fsdp --fsdp_version 2."""
     threads: int | None = None
     """CPU threads of torch; null = its own choice."""
 
     def __post_init__(self) -> None:
+        check_choice(self.shard, ("auto", "on", "off"), "run.shard")
         if self.threads is not None:
             check_at_least("run.threads", self.threads, 1)
+
+    def shards(self) -> bool:
+        """Whether weights are sharded; ConfigError where setting and launcher differ."""
+        launched = launched_sharded()
+        if launched and self.shard == "off":
+            raise ConfigError(
+                "run.shard=off: accelerate was started with --use_fsdp. Use --multi_gpu, or run.shard=auto."
+            )
+        return launched or (self.shard == "on" and started_together() > 1)
 
     def torch_device(self) -> torch.device:
         """The device; ConfigError if the asked one is not there."""

@@ -70,6 +70,7 @@ class Training:
         Args:
             data: calibration is the training text, evaluation the validation text.
         """
+        run.unsharded("train_mor")
         texts = {"training": load_text(data.calibration), "validation": load_text(data.evaluation)}
         loaded = load_model(self.model)
         window = self.config.window

@@ -76,13 +76,14 @@ class Watch:
             if self.lost is not None or self._left.is_set():
                 return
             self.lost = LostProcess(cause)
+        if "gone" not in word:
+            # Before the others end of it, and a launcher then this process. A folder that cannot be written must not
+            # keep it alive.
+            with suppress(RunError):
+                self.say(self.lost)
         if self.rank == 0:
             for other in self._peers:
                 other.say(gone=cause)
-        if "gone" not in word:
-            # A folder that cannot be written must not keep this process alive.
-            with suppress(RunError):
-                self.say(self.lost)
         self._said.set()
         if self._left.wait(GRACE):
             time.sleep(GRACE)  # what is lost may keep it from ending

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dmx.errors import RunError
 from experiments.reporting.record import Record
 from experiments.running import watch
 from experiments.running.run import Run
@@ -57,15 +58,28 @@ def test_the_main_process_alone_tells_and_writes(whole):
     assert not list(folder.rglob("*.tmp")) and not (folder / "error.json").exists()
 
 
+# As `accelerate launch --use_fsdp --fsdp_version 2` sets it.
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_OFFLOAD_PARAMS": "false",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_SYNC_MODULE_STATES": "true",
+}
+
+
 def test_a_killed_process_ends_the_others_and_one_goes_on_to_the_same_numbers(whole, tmp_path):
+    """Those that are killed shard the weights; the one that goes on has all of them."""
     folder = tmp_path / "run"
-    main, other = (start(folder, place) for place in places(2))
+    main, other = (start(folder, place | SHARDED) for place in places(2))
     other.kill_once((folder / "search_state.safetensors").exists)
     began = time.monotonic()
     assert main.wait(60) == 2, main.outputs()[1][-2000:]
     assert time.monotonic() - began < 60
     message = main.outputs()[1]
     assert "LostProcess: rank 1 of 2 (process" in message and "is gone without a word" in message
+    assert "weights are sharded over 2 processes (FSDP2); no CUDA graphs" in message
     assert "rank 1 of 2" in json.loads((folder / "error.json").read_text())["error"]
     steps = len((folder / "history.jsonl").read_text().splitlines())
     assert 0 < steps < 12
@@ -145,6 +159,23 @@ def test_what_several_processes_cannot_do_is_refused_with_the_setting():
         SearchingRun.check_shared(asked, 4, training)
     with pytest.raises(ConfigError, match="export runs in one process, and here are 3"):
         Run.alone(SimpleNamespace(processes=SimpleNamespace(size=3)), "export")
+
+
+def test_how_weights_are_sharded_is_asked_of_the_setting_and_of_accelerate(monkeypatch):
+    assert not RunConfig(shard="on").shards()  # one process has nothing to share
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert RunConfig(shard="on").shards() and not RunConfig().shards()
+    for name, value in SHARDED.items():
+        monkeypatch.setenv(name, value)
+    assert RunConfig().shards()
+    with pytest.raises(ConfigError, match=r"run\.shard=off: accelerate was started"):
+        RunConfig(shard="off").shards()
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    with pytest.raises(RunError, match="--fsdp_version 1: weights are sharded by FSDP2 alone"):
+        RunConfig().shards()
+    run = SimpleNamespace(shards=True, processes=SimpleNamespace(size=2))
+    with pytest.raises(ConfigError, match="train_mor needs whole weights, and those of this run"):
+        Run.unsharded(run, "train_mor")
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from dmx.errors import DataError, ModelError
 from dmx.evaluate.zero_shot.requests import Request
 from dmx.models import max_positions
 from dmx.models.running import evaluating
+from dmx.models.sharding import is_sharded, refuse_pieces, without_gradients
 from dmx.processes import Processes
 from dmx.progress import progress
 
@@ -78,13 +79,21 @@ class Scorer:
         order = processes.own_part(order)
         device = next(model.parameters()).device
         answers = torch.zeros(len(requests), 2, dtype=torch.float64)
-        with evaluating(model), cached_weights(model):
+        with without_gradients(model), evaluating(model), cached_weights(model):
             batches = list(self._batches(model, lengths, order))
+            idle = 0
+            if is_sharded(
+                model
+            ):  # passes are common, and what one adds to be there counts for nothing
+                most = processes.largest(torch.tensor(len(batches), device=device))
+                idle = int(most) - len(batches)
             with progress(f"zero-shot {label}".strip(), len(batches), quiet=self.quiet) as advance:
                 for rows in batches:
                     scored = self._fit(model, [requests[i] for i in rows], longest)
                     answers[rows] = torch.tensor(scored, dtype=torch.float64)
                     advance("")
+                for _ in range(idle):
+                    self._fit(model, requests[:1], longest)
         values, hits = processes.total(answers.to(device)).cpu().unbind(1)
         if wrong := int((~values.isfinite()).sum()):
             raise NonFiniteError(
@@ -119,6 +128,8 @@ class Scorer:
             try:
                 return _score(model, requests, longest)
             except torch.OutOfMemoryError:
+                setting = f"eval.batch_size={self.batch_size or 'auto'} in halves, as memory asks"
+                refuse_pieces(model, {setting: True}, "a smaller eval.batch_size")
                 if len(requests) == 1:
                     raise ModelError(
                         f"zero-shot: not even one request of {width} tokens fits into the memory "
@@ -135,7 +146,6 @@ class Scorer:
         ]
 
 
-@torch.inference_mode()
 def _score(model: nn.Module, requests: list[Request], longest: int) -> list[tuple[float, bool]]:
     """One forward pass. A causal model never sees the padding on the right, so no mask is needed."""
     device = next(model.parameters()).device
@@ -190,7 +200,8 @@ def longest_input(model: nn.Module) -> int:
 @contextlib.contextmanager
 def cached_weights(model: nn.Module) -> Iterator[None]:
     """Within it, quantized weights are computed once; layers that cached none before drop theirs."""
-    layers = [layer for layer in quantized_layers(model).values() if not layer.cache_weights]
+    own = {} if is_sharded(model) else quantized_layers(model)
+    layers = [layer for layer in own.values() if not layer.cache_weights]
     for layer in layers:
         layer.cache_weights = True
     try:
