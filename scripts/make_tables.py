@@ -26,6 +26,8 @@ from experiments.reporting.pages.index import index_page  # noqa: E402
 from experiments.reporting.pages.linear import linear_page  # noqa: E402
 from experiments.reporting.pages.mor import mor_page  # noqa: E402
 from experiments.reporting.pages.overview import readme_table  # noqa: E402
+from experiments.reporting.pages.peers import COMMAND as PEERS  # noqa: E402
+from experiments.reporting.pages.peers import peers_page  # noqa: E402
 from experiments.reporting.pages.quality import quality_pages  # noqa: E402
 from experiments.reporting.pages.tasks import tasks_page  # noqa: E402
 from experiments.reporting.plots.canvas import png  # noqa: E402
@@ -142,6 +144,9 @@ def outputs() -> Made:
     if served := {n: b for n, b in others.items() if b["schema"] == engines.SCHEMA}:
         with told_of(f"{RECORDS}, records of serve_check"):
             made[RESULTS / "engines.md"] = engines.engines_page(served)
+    if peers := [r for r in records.values() if r.command == PEERS]:
+        with told_of(f"{RECORDS}, records of scripts.peers"):
+            made[RESULTS / "peers.md"] = peers_page(peers)
     if exports := [r for r in records.values() if r.command == "export"]:
         with told_of(f"{RECORDS}, records of exports"):
             made[RESULTS / "export.md"] = export_page(exports)

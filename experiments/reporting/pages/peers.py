@@ -1,0 +1,161 @@
+"""docs/results/peers.md: records of scripts/peers, other tools' choices and weights under our evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..markdown import markdown
+from ..record import Record, Row, TextFacts
+
+COMMAND = "peers"
+HEAD = ("tool", "candidates", "budget", "bits")
+CHECKS = (
+    "tool",
+    "candidates",
+    "windows",
+    "its own, nats/token",
+    "ours under its rule",
+    "largest difference",
+)
+
+
+def peers_page(records: Sequence[Record]) -> str:
+    """A section for what is comparable: one model, its texts, units, calibration tokens and machine."""
+    sections: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        sections.setdefault(_place(record), []).append(record)
+    lines = [
+        "# peers",
+        "",
+        "Other tools' automatic formats on the same model, calibration tokens, candidates, units and budget, all "
+        "measured by one evaluator: perplexity of the formats alone, weights to nearest, by each scale rule for weights "
+        "and inputs. `weights` rows are a tool's finished weights. How to run it: `python -m scripts.peers -h`, "
+        "`make peers` for the tools.",
+    ]
+    for place in sorted(sections, key=str):
+        lines += ["", *_section(sections[place])]
+    lines += ["", *_checks(records), "", *_notes(records)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _place(record: Record) -> tuple[Any, ...]:
+    evaluation = record.data["evaluation"]
+    asked = record.requested
+    return (
+        record.model.id,
+        record.model.dtype,
+        asked["units"],
+        asked["tokens"],
+        evaluation.sha256,
+        record.data["calibration"].sha256,
+        record.device.name,
+    )
+
+
+def _section(records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    evaluation = first.data["evaluation"]
+    kinds = list(dict.fromkeys(_kind(row) for record in records for row in record.rows))
+    tasks = list(
+        dict.fromkeys(t for record in records for row in record.rows for t in row.zero_shot or {})
+    )
+    head = [*HEAD, *(f"{quantized}, {rules}" for quantized, rules in kinds)]
+    head += [f"{t} (%)" for t in tasks] + ["search, s", "peak, GiB"]
+    ordered = sorted(records, key=lambda r: (r.requested["family"], r.requested["limit"], _best(r)))
+    return [
+        f"## {first.model.id}, {first.requested['tokens']} calibration tokens, {first.requested['units']} units",
+        "",
+        _texts(first, evaluation),
+        "",
+        *markdown(head, (_line(record, kinds, tasks) for record in ordered)),
+    ]
+
+
+def _texts(record: Record, evaluation: TextFacts) -> str:
+    calibration = record.data["calibration"]
+    shape = calibration.batch_shape or (1, 0)
+    return (
+        f"Calibration: {calibration.name}, {calibration.tokens:,} tokens in rows of {shape[-1]}. Perplexity: "
+        f"{evaluation.name}, {evaluation.windows} windows of {evaluation.window}. {record.model.dtype} on "
+        f"{record.device.name}, {record.device.threads} thread{'s' * (record.device.threads > 1)}; search times were taken "
+        "beside other work where the machine is a shared one."
+    )
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    """What is quantized, and by which rules of inputs: finished weights have one of their own."""
+    return str(row.method.quantized), row.method.scale_rules.rpartition("input: ")[2]
+
+
+def _best(record: Record) -> float:
+    found = [row.perplexity for row in record.rows if row.perplexity is not None]
+    return min(found, default=float("inf"))
+
+
+def _line(record: Record, kinds: Sequence[tuple[str, str]], tasks: Sequence[str]) -> list[Any]:
+    asked, actual = record.requested, record.actual
+    rows = {_kind(row): row for row in record.rows}
+    first = record.rows[0]
+    label = actual["label"] + (" (weights)" if actual["gives"] == "weights" else "")
+    return [
+        label,
+        "/".join(f.removeprefix("mxfp").partition("_")[0] for f in asked["family"]),
+        f"{asked['limit']:g}",
+        f"{first.element_bits:.3f}",
+        *(_perplexity(rows.get(kind)) for kind in kinds),
+        *(_task(first, task) for task in tasks),
+        f"{actual['seconds']:.0f}",
+        f"{actual['peak_memory_bytes'] / 2**30:.2f}",
+    ]
+
+
+def _perplexity(row: Row | None) -> str:
+    return "" if row is None or row.perplexity is None else f"{row.perplexity:.2f}"
+
+
+def _task(row: Row, task: str) -> str:
+    result = (row.zero_shot or {}).get(task)
+    return "" if result is None else f"{100 * result.value:.1f}"
+
+
+def _checks(records: Sequence[Record]) -> list[str]:
+    checked = [record for record in records if record.actual["own"]]
+    if not checked:
+        return []
+    return [
+        "## Whether we read them rightly",
+        "",
+        "Each tool measured its own quantized model, weights and inputs, on the first windows of the evaluation text; "
+        "beside it our evaluator with the formats that we read, under the scale rule that is the tool's.",
+        "",
+        *markdown(CHECKS, map(_check, checked)),
+    ]
+
+
+def _check(record: Record) -> list[Any]:
+    own = record.actual["own"]
+    differences = [abs(a - b) for a, b in zip(own["theirs"], own["ours"], strict=True)]
+    return [
+        record.actual["label"],
+        "/".join(record.requested["family"]),
+        len(own["theirs"]),
+        f"{sum(own['theirs']) / len(own['theirs']):.5f}",
+        f"{sum(own['ours']) / len(own['ours']):.5f} ({own['rule']})",
+        f"{max(differences):.1g}",
+    ]
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    """How each ran, what it cannot do, and its version."""
+    lines = ["## How each ran", ""]
+    seen: dict[str, None] = {}
+    for record in records:
+        peers = {
+            k.removeprefix("peer "): v for k, v in record.versions.items() if k.startswith("peer ")
+        }
+        said = ", ".join(f"{k} {v}" for k, v in peers.items())
+        notes = (*record.actual["notes"], *(f"cannot: {text}" for text in record.actual["cannot"]))
+        text = f"- {record.actual['label']} ({said})" + "".join(f"; {note}" for note in notes) + "."
+        seen[text] = None
+    return lines + list(seen)

@@ -1,0 +1,344 @@
+"""Searches of other tools and ours on one model, tokens, candidates, units and budget; one record a cell, as it comes.
+
+    python -m scripts.peers smollm2_135m_instruct_gguf --out outputs/peers --device cpu --dtype float32 \\
+        --peers ours auto_round:auto_scheme --family mxfp4 mxfp8_e4m3 --budgets 5.0 --tokens 512 --windows 8
+    python -m scripts.peers path/to/model --out outputs/peers --device cuda --peers ours modelopt auto_round \\
+        --family mxfp4 mxfp8_e4m3 --family mxfp4 mxfp6_e2m3 mxfp8_e4m3 --budgets 4.5 5.0 5.5 --tasks all
+
+MODEL is a file of configs/model, or a folder. Peers run in environments of their own (`make peers`). Started again, it
+goes on: a cell that has its record.json is shown, one that failed is tried again. Records for docs/results/peers.md:
+copy cells/*/record.json to docs/results/records/peers_*.json.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from dmx.data import DataConfig
+from dmx.errors import DmxError, RunError
+from dmx.evaluate.zero_shot import TASKS
+from dmx.files import write_json
+from dmx.models import ModelConfig
+from experiments.reporting.record import Record, Row
+from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
+from experiments.running.settings import CONFIGS, EvalConfig, EvaluationConfig
+
+from .answers import assignment_of, finished_weights, weight_rule
+from .bench import Bench, Texts
+from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request
+from .tools import PEERS, ROOT, asked, check_can, python_of
+
+RECORD = "record.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One peer's method at one point of the grid."""
+
+    peer: str
+    method: str
+    family: tuple[str, ...]
+    limit: float
+    tokens: int
+    units: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        family = "-".join(f.removeprefix("mxfp")[0] for f in self.family)
+        return f"{self.peer}-{self.method}-{family}-{self.limit:g}-{self.tokens}-{self.units}-{self.seed}"
+
+    def of(self, name: str) -> "Cell":
+        """The same point for another `PEER:METHOD`."""
+        peer, _, method = name.partition(":")
+        return Cell(**{**asdict(self), "family": self.family, "peer": peer, "method": method})
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a file of configs/model, or a folder")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), metavar="PEER[:METHOD]")
+    parser.add_argument("--family", nargs="+", action="append", help="candidates, cheapest first")
+    parser.add_argument("--budgets", nargs="+", type=float, default=[5.0], help="element_bits")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[512], help="of calibration")
+    parser.add_argument("--token-window", type=int, default=256, help="tokens of a row of them")
+    parser.add_argument("--units", default="fused", choices=("fused", "layer"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--device", default="cpu", help="cpu | cuda")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--calibration", default="fineweb+c4", help="data set, or data set:split")
+    parser.add_argument("--evaluation", default="wikitext2:test", help="likewise")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of an evaluation window")
+    parser.add_argument("--windows", type=int, help="so many of them; default: the whole text")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows at once")
+    parser.add_argument("--rules", nargs="+", default=["floor", "even"], help="scale rules of rows")
+    parser.add_argument("--quantized", nargs="+", default=["W+A"], choices=("W+A", "W"))
+    parser.add_argument("--tasks", nargs="+", default=[], help="zero-shot tasks, or all")
+    parser.add_argument("--task-limit", type=int, help="items of each task")
+    parser.add_argument(
+        "--own-windows", type=int, default=2, help="that a peer measures itself, too"
+    )
+    parser.add_argument(
+        "--option", nargs="+", default=[], metavar="KEY=VALUE", help="of peers alone"
+    )
+    return parser.parse_args(arguments)
+
+
+def data_of(name: str) -> DataConfig:
+    """`wikitext2:test`."""
+    text, _, split = name.partition(":")
+    return DataConfig(name=text, split=split or None)
+
+
+def model_of(given: argparse.Namespace) -> ModelConfig:
+    """The file of configs/model, or a folder.
+
+    Raises:
+        RunError: neither is there.
+    """
+    path = CONFIGS / "model" / f"{given.model}.yaml"
+    if path.is_file():
+        body: Any = OmegaConf.to_container(OmegaConf.load(path))
+        return ModelConfig(**{**body, "dtype": given.dtype})
+    if Path(given.model).is_dir():
+        return ModelConfig(id=given.model, dtype=given.dtype)
+    raise RunError(
+        f"{given.model} is no file of {path.parent} and no folder: give one of "
+        f"{', '.join(sorted(p.stem for p in path.parent.glob('*.yaml')))}, or a model's folder."
+    )
+
+
+def cells_of(given: argparse.Namespace, options: dict[str, str]) -> Iterator[Cell]:
+    """The grid; what a peer cannot be given is said and left out."""
+    names = [pair for name in given.peers for pair in asked(name)]
+    for seed in given.seeds:
+        for tokens in given.tokens:
+            for family in given.family or [["mxfp4", "mxfp8_e4m3"]]:
+                for peer, method in names:
+                    if why := check_can(f"{peer}:{method}", family, given.units, list(options)):
+                        print(f"{peer}:{method} {why}; left out", flush=True)
+                        continue
+                    for limit in given.budgets:
+                        yield Cell(
+                            peer=peer,
+                            method=method,
+                            family=tuple(family),
+                            limit=limit,
+                            tokens=tokens,
+                            units=given.units,
+                            seed=seed,
+                        )
+
+
+class Grid:
+    """Runs cells in the output folder."""
+
+    def __init__(self, given: argparse.Namespace, bench: Bench, options: dict[str, str]) -> None:
+        self.given, self.bench, self.options = given, bench, options
+
+    def folder(self, cell: Cell) -> Path:
+        return self.given.out / "cells" / cell.name
+
+    def run(self, cell: Cell) -> Record:
+        """The record of a cell, read back if it is there.
+
+        Raises:
+            RunError: the peer failed, or its answer cannot be measured.
+        """
+        folder = self.folder(cell)
+        if (folder / RECORD).exists():
+            return Record.load(folder / RECORD)
+        folder.mkdir(parents=True, exist_ok=True)
+        started, clock = time.time(), time.perf_counter()
+        method = PEERS[cell.peer].methods[cell.method]
+        formats = self._chosen(cell, method.after) if method.gives == "weights" else None
+        answer = self._answer(cell, formats)
+        actual, rows = self._measured(cell, answer)
+        record = Record(
+            command="peers",
+            started=time_text(started),
+            finished=time_text(),
+            wall_seconds=time.perf_counter() - clock,
+            versions=versions() | {f"peer {k}": v for k, v in answer.versions.items()},
+            device=device_facts(torch.device(self.given.device)),
+            peak_memory_bytes=peak_memory_bytes(torch.device(self.given.device)),
+            seed=cell.seed,
+            requested={**asdict(cell), "option": self.options},
+            actual=actual,
+            model=self.bench.facts,
+            data=self.bench.data(self.bench.rows(cell.tokens, cell.seed)),
+            results=tuple(rows),
+            verdict=None,
+            warnings=(),
+        )
+        record.save(folder / RECORD)
+        return record
+
+    def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
+        """Formats of the method before, which runs first if it has not."""
+        assert after is not None
+        before = cell.of(after)
+        self.run(before)
+        return Answer.load(self.folder(before) / ANSWER).formats
+
+    def _answer(self, cell: Cell, formats: dict[str, str] | None) -> Answer:
+        """The peer's, kept from an earlier start if the same was asked."""
+        folder, bench = self.folder(cell), self.bench
+        space = bench.space(cell.family, cell.units)
+        request = Request(
+            method=cell.method,
+            model=str(bench.model_folder.absolute()),
+            dtype=self.given.dtype,
+            device=self.given.device,
+            formats=list(cell.family),
+            units=[list(unit.layers) for unit in space.units],
+            limit=cell.limit,
+            seed=cell.seed,
+            given=formats,
+            own_windows=self.given.own_windows if PEERS[cell.peer].own_rule else 0,
+            options=self.options,
+        )
+        is_same = (folder / REQUEST).exists() and Request.load(folder / REQUEST) == request
+        if not (is_same and (folder / ANSWER).exists()):
+            request.save(folder / REQUEST)
+            bench.write_tokens(folder, bench.rows(cell.tokens, cell.seed), request.own_windows)
+            run_worker(cell.peer, folder)
+        return Answer.load(folder / ANSWER)
+
+    def _measured(self, cell: Cell, answer: Answer) -> tuple[dict[str, Any], list[Row]]:
+        """Facts of the answer, and our rows."""
+        folder, bench, peer = self.folder(cell), self.bench, PEERS[cell.peer]
+        method = peer.methods[cell.method]
+        space = bench.space(cell.family, cell.units)
+        facts = {"tool": method.label, "seed": cell.seed}
+        assignment = assignment_of(answer, space, bench.model, cell.limit, **facts)
+        assignment.save(folder / "assignment.json")
+        finished, rule = None, None
+        if method.gives == "weights":
+            finished = finished_weights(folder / WEIGHTS, list(answer.formats))
+            rule = weight_rule(finished, answer.formats)
+        with bench.weights(finished):
+            rows = [
+                bench.row(
+                    assignment,
+                    quantized=quantized,
+                    label=method.label,
+                    weight_rule=rule or inputs,
+                    input_rule=inputs,
+                )
+                for quantized in self.given.quantized
+                for inputs in self.given.rules
+            ]
+            own = None
+            if answer.own_nll and peer.own_rule:
+                ours = bench.own_windows(assignment, peer.own_rule, len(answer.own_nll))
+                own = {"rule": peer.own_rule, "theirs": answer.own_nll, "ours": ours}
+        facts = {
+            "label": method.label,
+            "gives": method.gives,
+            "formats": answer.formats,
+            "seconds": answer.seconds,
+            "peak_memory_bytes": answer.peak_memory_bytes,
+            "said_bits": answer.said_bits,
+            "own": own,
+            "weight_rule": rule,
+            "notes": answer.notes,
+            "cannot": list(peer.cannot),
+        }
+        return facts, rows
+
+
+def run_worker(peer: str, folder: Path) -> None:
+    """Answer the request of a folder in the peer's environment.
+
+    Raises:
+        RunError: the peer is not installed, or failed; ends in the last line of its error.
+    """
+    python = python_of(peer)
+    for name in (ANSWER, FAILURE, WEIGHTS):
+        (folder / name).unlink(missing_ok=True)
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+    environment = {**os.environ, **dict.fromkeys(offline, "1")}
+    environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
+    module = f"scripts.peers.workers.{PEERS[peer].worker}"
+    with (folder / "worker.log").open("w") as log:
+        done = subprocess.run(
+            [str(python), "-m", module, str(folder.absolute())],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if done.returncode or not (folder / ANSWER).exists():
+        failure = folder / FAILURE
+        said = failure.read_text() if failure.exists() else (folder / "worker.log").read_text()
+        last = said.strip().splitlines()[-1:] or ["it said nothing"]
+        raise RunError(f"{peer} failed ({last[0]}); see {folder / 'worker.log'}")
+
+
+def line_of(record: Record) -> str:
+    """A cell in a line."""
+    asked_for, actual = record.requested, record.actual
+    said = [
+        f"{row.perplexity:.2f} {row.method.quantized} {row.method.scale_rules}"
+        for row in record.rows
+        if row.perplexity is not None
+    ]
+    bits = record.rows[0].element_bits if record.rows else None
+    return (
+        f"{actual['label']}, {'/'.join(asked_for['family'])}, {asked_for['tokens']} tokens: {bits:.3f} bits, "
+        f"{', '.join(said)}; {actual['seconds']:.0f} s, {actual['peak_memory_bytes'] / 2**30:.1f} GiB"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parse(arguments)
+    failed = 0
+    try:
+        options = dict(text.split("=", 1) for text in given.option)
+        cells = list(cells_of(given, options))
+        tasks = list(TASKS) if given.tasks == ["all"] else given.tasks
+        bench = Bench(
+            model_of(given),
+            Texts(
+                calibration=data_of(given.calibration),
+                evaluation=data_of(given.evaluation),
+                token_window=given.token_window,
+            ),
+            EvaluationConfig(
+                window=given.window, batch_size=given.batch_size, max_windows=given.windows
+            ),
+            EvalConfig(zero_shot=bool(tasks), limit=given.task_limit, tasks=tasks or list(TASKS)),
+            given.out,
+            given.device,
+        )
+    except DmxError as error:
+        print(error, file=sys.stderr)
+        return 2
+    grid = Grid(given, bench, options)
+    for cell in cells:
+        try:
+            print(line_of(grid.run(cell)), flush=True)
+        except DmxError as error:
+            failed += 1
+            write_json(grid.folder(cell) / "failed.json", {"cell": asdict(cell), "why": str(error)})
+            print(f"{cell.name}: {error}", file=sys.stderr, flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What a runner is asked for (`request.json`, `tokens.safetensors`) and answers (`answer.json`, `weights.safetensors`).
+
+Both lie in the folder of one cell. This file is the one that both sides import: the standard library alone, since an
+environment of a peer holds the peer and what it needs.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+REQUEST = "request.json"
+TOKENS = "tokens.safetensors"
+"""`tokens` (rows, window) int64 for the search; `evaluation` (windows, window) int64 for the peer's own measurement."""
+ANSWER = "answer.json"
+WEIGHTS = "weights.safetensors"
+"""`NAME.weight` of every layer with a format, dequantized; of a stage that changes weights."""
+FAILURE = "failure.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """A dataclass in a JSON file."""
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            ValueError: it is no JSON object of these keys; names those that are missing or unknown.
+        """
+        body = json.loads(Path(path).read_text())
+        known = {f.name for f in fields(cls)}
+        if not isinstance(body, dict) or set(body) != known:
+            found = sorted(set(body) ^ known) if isinstance(body, dict) else type(body).__name__
+            raise ValueError(f"{path}: keys that are missing or unknown: {found}")
+        return cls(**body)
+
+    def save(self, path: Path) -> None:
+        """Write a file, whole or not at all."""
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        part.replace(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(_Kept):
+    """What a peer is asked for."""
+
+    method: str
+    """Of the peer."""
+    model: str
+    """Folder of safetensors and a tokenizer."""
+    dtype: str
+    device: str
+    formats: list[str]
+    """Candidates of every unit, cheapest first, by our names."""
+    units: list[list[str]]
+    """Layers that share one choice; every layer that is to have a format is in one."""
+    limit: float
+    """Upper bound of the average element_bits over the weights of these layers."""
+    seed: int
+    given: dict[str, str] | None
+    """layer -> format, where weights are asked for; None: formats are."""
+    own_windows: int
+    """The peer measures its own model on so many windows of `evaluation`; 0: not asked for."""
+    options: dict[str, Any]
+    """Of the peer alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(_Kept):
+    """What a peer answers."""
+
+    formats: dict[str, str]
+    """layer -> our name of its format"""
+    seconds: float
+    """Of the search, or of the stage that changes weights; loading the model does not count."""
+    peak_memory_bytes: int
+    """Of the process, or on a GPU of its allocator."""
+    versions: dict[str, str]
+    said_bits: float | None
+    """The average as the peer counts it."""
+    own_nll: list[float] | None
+    """nats/token of each window in the peer's own model, weights and inputs quantized."""
+    notes: list[str] = field(default_factory=list)
+    """How it ran, where that is not as its own command would."""
+
+
+def layer_bits(formats: Mapping[str, str], elements: Mapping[str, int]) -> float:
+    """Average element_bits by weight elements: a second count beside `SearchSpace.average`, of the names alone."""
+    bits = {name: int(name.removeprefix("mxfp")[0]) for name in set(formats.values())}
+    total = sum(elements[layer] for layer in formats)
+    return sum(bits[f] * elements[layer] for layer, f in formats.items()) / total

@@ -1,0 +1,144 @@
+"""Which peers there are, what each can be asked for, and where its environment is."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dmx.errors import RunError
+
+ROOT = Path(__file__).resolve().parents[2]
+MXFP = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One thing that a peer can be asked for."""
+
+    label: str
+    """What tables call it."""
+    formats: tuple[str, ...] = MXFP
+    """That it can be given."""
+    gives: str = "formats"
+    """formats | weights: weights are those of formats that another method chose (`after`)."""
+    after: str | None = None
+    """PEER:METHOD whose formats it is given."""
+    units: tuple[str, ...] = ("fused", "layer")
+    needs: tuple[str, ...] = ()
+    """Options without which it cannot run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One tool."""
+
+    worker: str
+    """Of scripts.peers.workers."""
+    methods: dict[str, Method]
+    own_rule: str | None = None
+    """The scale rule of its MX weights and inputs, under which our measurement must give its own."""
+    environment: str | None = None
+    """Of .venv-peers; None: ours."""
+    cannot: tuple[str, ...] = field(default=())
+    """What it was asked for in vain, as its version is; goes to the records."""
+
+
+PEERS = {
+    "ours": Peer(
+        worker="ours",
+        methods={
+            "kl_per_bit": Method(label="dmx kl_per_bit"),
+            "fisher": Method(label="dmx fisher"),
+            "dmx_40": Method(label="dmx exact, 40 steps"),
+            "dmx_80": Method(label="dmx exact, 80 steps"),
+        },
+    ),
+    "modelopt": Peer(
+        worker="modelopt_worker",
+        environment="modelopt",
+        own_rule="rceil",
+        methods={
+            "gradient": Method(label="ModelOpt AutoQuantize, gradient"),
+            "kl_div": Method(label="ModelOpt AutoQuantize, kl_div"),
+        },
+        cannot=(
+            "Aumann-Shapley scores (arXiv 2607.12266) are not in 0.47.0",
+            "its MXFP6 preset is E3M2; E2M3 is given as a format of its own",
+        ),
+    ),
+    "auto_round": Peer(
+        worker="auto_round_worker",
+        environment="auto_round",
+        own_rule="floor",
+        methods={
+            "auto_scheme": Method(label="auto-round AutoScheme"),
+            "sign_round": Method(
+                label="auto-round SignRound", gives="weights", after="auto_round:auto_scheme"
+            ),
+        },
+    ),
+    "llmcompressor": Peer(
+        worker="llmcompressor_worker",
+        environment="llmcompressor",
+        methods={
+            "gptq": Method(
+                label="llm-compressor GPTQ",
+                formats=("mxfp4", "mxfp8_e4m3"),
+                gives="weights",
+                after="auto_round:auto_scheme",
+            ),
+        },
+        cannot=(
+            "0.14.0.1 has no automatic choice of formats: a recipe names every layer's",
+            "its MXFP presets are MXFP4 and MXFP8 alone",
+        ),
+    ),
+}
+
+
+def asked(name: str) -> list[tuple[str, str]]:
+    """(peer, method) of `PEER` or `PEER:METHOD`; of a peer alone all that need no option.
+
+    Raises:
+        RunError: there is no such peer or method; says which there are.
+    """
+    peer, _, method = name.partition(":")
+    if peer not in PEERS:
+        raise RunError(f"--peers {name}: no such peer. There are {', '.join(PEERS)}.")
+    methods = PEERS[peer].methods
+    if method and method not in methods:
+        raise RunError(f"--peers {name}: {peer} has {', '.join(methods)}.")
+    return [(peer, m) for m in ([method] if method else methods)]
+
+
+def check_can(name: str, formats: Sequence[str], units: str, options: Sequence[str]) -> str | None:
+    """Why `PEER:METHOD` cannot be given these candidates and units; None: it can."""
+    peer, _, method = name.partition(":")
+    can = PEERS[peer].methods[method]
+    if missing := [f for f in formats if f not in can.formats]:
+        return f"has no {', '.join(missing)}"
+    if units not in can.units:
+        return f"chooses for {can.units[0]} units alone"
+    if lacking := [n for n in can.needs if n not in options]:
+        return f"needs --option {' '.join(f'{n}=...' for n in lacking)}"
+    return None
+
+
+def python_of(peer: str) -> Path:
+    """The interpreter that runs a peer: of `.venv-peers`, or of the folder that DMX_PEERS names.
+
+    Raises:
+        RunError: its environment is not there.
+    """
+    name = PEERS[peer].environment
+    if name is None:
+        return Path(sys.executable)
+    folder = Path(os.environ.get("DMX_PEERS", ROOT / ".venv-peers"))
+    python = folder / name / "bin" / "python"
+    if not python.is_file():
+        raise RunError(
+            f"{peer} is not installed: {python} does not exist. `make peers` makes it, `make peers PEERS={name}` it "
+            "alone; DMX_PEERS names another folder of environments."
+        )
+    return python

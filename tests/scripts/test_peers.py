@@ -1,0 +1,231 @@
+"""Other tools' choices beside ours: what they are asked, how their answers are read, and, where .venv-peers is, the tools."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+import dmx
+from dmx.errors import RunError
+from dmx.models import ModelConfig, TinyConfig, load_model
+from dmx.searching import SearchConfig, search_space
+from experiments.reporting.pages.peers import peers_page
+from experiments.reporting.record import Record
+from experiments.running.settings import CONFIGS
+from scripts.peers import __main__ as peers
+from scripts.peers import answers, tools
+from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
+from scripts.peers.workers import auto_round_worker, llmcompressor_worker, modelopt_worker, ours
+
+FAMILY = ["mxfp4", "mxfp8_e4m3"]
+
+
+# ---------------------------------------------------------------- without a peer
+
+
+@pytest.fixture(scope="module")
+def model():
+    tiny = TinyConfig(hidden_size=32, intermediate_size=64, layers=1)
+    return load_model(ModelConfig(id="t", dtype="float32", tiny=tiny)).model
+
+
+@pytest.fixture(scope="module")
+def space(model):
+    return search_space(model, SearchConfig(name="kl_per_bit", family=FAMILY, units="fused"))
+
+
+def answer_of(formats, **changes):
+    usual = Answer(
+        formats=formats,
+        seconds=1.0,
+        peak_memory_bytes=2**30,
+        versions={"tool": "1.0"},
+        said_bits=None,
+        own_nll=None,
+    )
+    return dataclasses.replace(usual, **changes)
+
+
+def all_of(space, block_format):
+    return {layer: block_format for unit in space.units for layer in unit.layers}
+
+
+def test_files_hold_what_was_written_and_nothing_else(tmp_path):
+    answer = answer_of({"a": "mxfp4"}, own_nll=[1.5], notes=["n"])
+    answer.save(tmp_path / ANSWER)
+    assert Answer.load(tmp_path / ANSWER) == answer
+    with pytest.raises(ValueError, match=r"missing or unknown: .*'device'.*'seconds'"):
+        Request.load(tmp_path / ANSWER)
+
+
+def test_two_counts_of_bits_agree(model, space):
+    layers = all_of(space, "mxfp4") | dict.fromkeys(space.units[0].layers, "mxfp8_e4m3")
+    made = answers.assignment_of(answer_of(layers), space, model, 8.0, tool="t")
+    assert made.bits["element_bits"] == pytest.approx(layer_bits(layers, space.own_elements))
+    assert 4 < made.bits["element_bits"] < 8
+    assert made.formats == layers and made.search.tool == "t" and made.search.seconds == 1.0
+
+
+def test_an_answer_that_was_not_asked_for_is_refused(model, space):
+    split = all_of(space, "mxfp4") | {space.units[0].layers[0]: "mxfp8_e4m3"}
+    other = all_of(space, "mxfp4") | {space.units[0].layers[0]: "mxfp6_e2m3"}
+    less = dict(list(all_of(space, "mxfp4").items())[1:])
+    cases = [
+        (split, "none of the space"),
+        (other, "none of the space"),
+        (less, "lacks or adds 1 layers"),
+        (all_of(space, "mxfp8_e4m3"), "8.0000 element_bits, over the budget of 5"),
+    ]
+    for formats, match in cases:
+        with pytest.raises(RunError, match=match):
+            answers.assignment_of(answer_of(formats), space, model, 5.0)
+
+
+def test_finished_weights_are_values_of_their_formats(tmp_path, generator):
+    raw = torch.randn(8, 64, generator=generator)
+    rounded = dmx.fake_quant(raw, "mxfp4", scale_rule="rceil")
+    assert answers.weight_rule({"a": rounded}, {"a": "mxfp4"}) == "floor"  # values stay as they are
+    with pytest.raises(RunError, match=r"no values of their formats .*floor: 1, first a"):
+        answers.weight_rule({"a": raw}, {"a": "mxfp4"})
+    save_file({"a.weight": rounded}, str(tmp_path / WEIGHTS))
+    assert torch.equal(answers.finished_weights(tmp_path / WEIGHTS, ["a"])["a"], rounded)
+    with pytest.raises(RunError, match=r"lacks or adds 1 tensors, first b\.weight"):
+        answers.finished_weights(tmp_path / WEIGHTS, ["a", "b"])
+
+
+MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_type": "mx_fp"}
+
+
+def test_auto_rounds_layer_config_is_read():
+    config = {"a": {"bits": 8, "act_bits": 8, **MX}, "b": {"bits": 6, "act_bits": 6, **MX}}
+    assert auto_round_worker.formats_of(config, ["a", "b"]) == {
+        "a": "mxfp8_e4m3",
+        "b": "mxfp6_e2m3",
+    }
+    for wrong in ({"act_bits": 16}, {"data_type": "int"}, {"group_size": 16, "act_group_size": 16}):
+        with pytest.raises(ValueError, match="a: weight"):
+            auto_round_worker.formats_of({"a": config["a"] | wrong}, ["a"])
+    assert auto_round_worker.shared_layers([["q", "k"], ["o"]]) == [["q", "k"]]
+
+
+def test_modelopts_recipes_are_read():
+    members = {"q.quant_recipe": ["q", "k"], "o.quant_recipe": ["o"]}
+    names = {"CUSTOM_MODULE_0_0": "mxfp4", "CUSTOM_MODULE_0_1": "mxfp8_e4m3"}
+    recipes = {
+        "q.quant_recipe": "CUSTOM_MODULE_0_1(effective-bits: 8.0)",
+        "o.quant_recipe": "CUSTOM_MODULE_0_0(effective-bits: 4.0)",
+    }
+    found = modelopt_worker.formats_of(recipes, members, names)
+    assert found == {"q": "mxfp8_e4m3", "k": "mxfp8_e4m3", "o": "mxfp4"}
+    with pytest.raises(ValueError, match=r"NONE\(effective-bits: 16.0\) is none of"):
+        none = {"o.quant_recipe": "NONE(effective-bits: 16.0)"}
+        modelopt_worker.formats_of(none, members, names)
+
+
+def test_llm_compressor_is_given_every_layer_by_name():
+    given = {"q": "mxfp4", "k": "mxfp4", "o": "mxfp8_e4m3"}
+    assert llmcompressor_worker.groups_of(given) == {"MXFP4": ["q", "k"], "MXFP8": ["o"]}
+
+
+def test_what_stands_in_for_modelopts_extension_is_our_rule_rceil(generator):
+    x = torch.randn(4, 64, generator=generator)
+    found = modelopt_worker.StandIn().fused_amax_convert(x, 32, "E2M1", "E8M0", None)
+    assert torch.equal(found, dmx.fake_quant(x, "mxfp4", scale_rule="rceil"))
+
+
+def test_our_descent_is_that_of_the_preset():
+    preset = OmegaConf.load(CONFIGS / "search" / "exact.yaml")
+    assert dict(preset.descent) == ours.EXACT and preset.objective == "kl"
+
+
+def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
+    assert tools.asked("modelopt") == [("modelopt", m) for m in ("gradient", "kl_div")]
+    with pytest.raises(RunError, match=r"no such peer\. There are ours, "):
+        tools.asked("other")
+    with pytest.raises(RunError, match="modelopt has gradient, kl_div"):
+        tools.asked("modelopt:other")
+    assert tools.check_can("ours:fisher", ["nvfp4", "fp8"], "fused", []) == "has no nvfp4, fp8"
+    monkeypatch.setenv("DMX_PEERS", str(tmp_path))
+    with pytest.raises(
+        RunError, match=r"modelopt is not installed: .* `make peers PEERS=modelopt`"
+    ):
+        tools.python_of("modelopt")
+
+
+COMMON = [
+    "--calibration", "synthetic:calibration", "--evaluation", "synthetic:evaluation", "--token-window", "32",
+    "--tokens", "64", "--window", "32", "--windows", "2",
+]  # fmt: skip
+
+
+def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def run_worker(peer, folder):
+        request = Request.load(folder / "request.json")
+        asked.append((peer, request.method))
+        if len(asked) == 1:
+            raise RunError("it died")
+        formats = {layer: request.formats[0] for unit in request.units for layer in unit}
+        if request.given is not None:
+            weights = load_model(peers.model_of(peers.parse(["tiny_random", "--out", "x"]))).model
+            quantized = {
+                f"{n}.weight": dmx.fake_quant(weights.get_submodule(n).weight.data, f)
+                for n, f in request.given.items()
+            }
+            save_file(quantized, str(folder / WEIGHTS))
+        answer_of(formats, own_nll=[5.5] * request.own_windows or None).save(folder / ANSWER)
+
+    monkeypatch.setattr(peers, "run_worker", run_worker)
+    command = ["tiny_random", "--out", str(tmp_path), "--peers", "auto_round:sign_round", *COMMON]
+    command += ["--quantized", "W+A", "W", "--rules", "floor"]
+    assert peers.main(command) == 1 and "it died" in capsys.readouterr().err
+    assert peers.main(command) == 0
+    scheme = ("auto_round", "auto_scheme")
+    assert asked == [scheme, scheme, ("auto_round", "sign_round")]
+    assert peers.main(command) == 0 and len(asked) == 3
+
+    records = [Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json"))]
+    nearest, rounded = ([row.nll for row in record.rows] for record in records)
+    assert nearest == rounded  # these weights are those to nearest
+    assert nearest[0] != nearest[1]
+    assert [row.element_bits for row in records[0].rows] == [4, 4]
+    page = peers_page(records)
+    assert "| auto-round AutoScheme | 4/8 | 5 | 4.000 |" in page
+    assert "| auto-round SignRound (weights) | 4/8 | 5 | 4.000 |" in page
+    assert "| auto-round AutoScheme | mxfp4/mxfp8_e4m3 | 2 | 5.50000 |" in page
+
+
+# ---------------------------------------------------------------- in their environments
+
+HOME = Path(os.environ.get("DMX_PEERS", tools.ROOT / ".venv-peers"))
+
+
+def installed(peer, *methods):
+    environment = tools.PEERS[peer].environment
+    there = (HOME / str(environment) / "bin" / "python").is_file()
+    why = f"{peer} is not in {HOME}: make peers PEERS={environment}"
+    marks = [pytest.mark.peers, pytest.mark.skipif(not there, reason=why)]
+    return [pytest.param(f"{peer}:{m}", marks=marks, id=f"{peer}:{m}") for m in methods]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *installed("auto_round", "auto_scheme"),
+        *installed("modelopt", "gradient", "kl_div"),
+    ],
+)
+def test_a_peers_choice_is_read_rightly(name, tmp_path):
+    """Its own model, weights and inputs quantized, has the losses of ours with the formats that were read."""
+    assert peers.main(["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]) == 0
+    (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
+    own = record.actual["own"]
+    assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
+    assert len(set(record.actual["formats"].values())) == 2
+    bits = record.rows[0].element_bits
+    assert 4 < bits <= 5 and record.actual["said_bits"] == pytest.approx(bits, abs=1e-3)
