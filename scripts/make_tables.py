@@ -30,6 +30,8 @@ from experiments.reporting.pages.peers import COMMAND as PEERS  # noqa: E402
 from experiments.reporting.pages.peers import peers_page  # noqa: E402
 from experiments.reporting.pages.quality import quality_pages  # noqa: E402
 from experiments.reporting.pages.tasks import tasks_page  # noqa: E402
+from experiments.reporting.pages.tokens import PREFIX as TOKENS  # noqa: E402
+from experiments.reporting.pages.tokens import tokens_page  # noqa: E402
 from experiments.reporting.plots.canvas import png  # noqa: E402
 from experiments.reporting.plots.pareto import pareto  # noqa: E402
 from experiments.reporting.pooling import Presets  # noqa: E402
@@ -131,7 +133,7 @@ def outputs() -> Made:
     records, others = read_records()
     made: Made = {}
     for name, record in records.items():
-        if not name.startswith("quality_"):
+        if not name.startswith(("quality_", TOKENS)):
             with told_of(f"{RECORDS / name}.json"):
                 made |= own_page(name, record)
     for name, body in others.items():
@@ -153,6 +155,11 @@ def outputs() -> Made:
     if quality := [r for name, r in records.items() if name.startswith("quality_")]:
         with told_of(f"{RECORDS}/quality_*.json"):
             made |= quality_outputs(quality, records.get(UNIFORM_RECORD))
+    if by_tokens := {n: r for n, r in records.items() if n.startswith(TOKENS)}:
+        with told_of(f"{RECORDS}/{TOKENS}*.json"):
+            text, figures = tokens_page(by_tokens)
+        made[RESULTS / "tokens.md"] = text
+        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
     trainings = [r for r in records.values() if r.command == "train_mor"]
     nets = [body for body in others.values() if body["schema"] == net.SCHEMA]
     if trainings or nets:

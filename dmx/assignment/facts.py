@@ -34,6 +34,8 @@ class SearchFacts:
     """Of a descent: how the continuous quantizer of the weights moved between formats."""
     input_path: Literal["element", "line"] | None = None
     """Of the inputs, where it was another."""
+    kept: Literal["scores", "descent"] | None = None
+    """Of name=adaptive: whose choice it is."""
     searched_under: str | None = None
     """Scale rule that a descent of earlier versions knew, where the assignment's own rules are others."""
     steps: int | None = None

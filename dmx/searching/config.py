@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dmx.assignment.facts import SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig, rules_of
@@ -36,14 +36,16 @@ SEARCHES = (
     "kl",
     "kl_per_bit",
     "fisher",
+    "aumann_shapley",
     "weight_mse",
     "differentiable",
     "joint",
+    "adaptive",
 )
-DESCENDING = ("differentiable", "joint")
+DESCENDING = ("differentiable", "joint", "adaptive")
 """Searches that take steps by gradient."""
-SCANS = ("kl", "kl_per_bit", "fisher")
-"""Searches that measure units on `score_batches`."""
+SCANS = ("kl", "kl_per_bit", "fisher", "aumann_shapley")
+"""Searches that are a measurement of units on `score_batches`."""
 OBJECTIVES = ("cross_entropy", "kl")
 PENALTIES = ("hinge", "scaling", "exact")
 GRADIENT_SCALES = ("none", "elements")
@@ -180,7 +182,8 @@ class SearchSettings:
     """Settings that several searches share, each taking what it uses: `for_search`."""
 
     name: str = "differentiable"
-    """uniform | random | kl | kl_per_bit | fisher | weight_mse | differentiable | joint"""
+    """uniform | random | kl | kl_per_bit | fisher | aumann_shapley | weight_mse | differentiable | joint |
+    adaptive"""
     family: str | list[str] = "mxfp6_mxfp4"
     """The candidate formats of every unit: two to four formats of rising bits, cheapest first, or
     mxfp6_mxfp4 | mxfp8_mxfp4 | mxfp8_mxfp6_mxfp4, names of such lists."""
@@ -219,13 +222,13 @@ class SearchSettings:
     rotation: RotationConfig = field(default_factory=RotationConfig)
     """Of transform=learned."""
     score_batches: int | None = None
-    """Batches that kl, kl_per_bit and fisher score on: the first so many; null = all."""
+    """Batches that kl, kl_per_bit, fisher, aumann_shapley and adaptive score on: the first so many; null = all."""
     micro_batch: int | None = None
     """Rows of a batch that run at a time, to save memory; null = all."""
     oom: str = "stop"
     """stop | halve: where the memory does not hold the rows that run at a time, go on with half as many."""
     steps: int = 400
-    """Of differentiable; > 0, one batch a step."""
+    """Of differentiable; > 0, one batch a step. Of adaptive at most."""
     objective: str = "cross_entropy"
     """Of differentiable: cross_entropy (paper) | kl: KL(full precision, quantized), token mean, nats."""
     descent: DescentConfig = field(default_factory=DescentConfig)
@@ -427,6 +430,11 @@ class SearchSettings:
         return self.name in DESCENDING
 
     @property
+    def scores_units(self) -> bool:
+        """Whether units are measured on `score_batches`."""
+        return self.name in (*SCANS, "adaptive")
+
+    @property
     def learns_rotation(self) -> bool:
         """Whether the rotations are learned in this search, and not taken from a file."""
         return _learns_rotation(self.name, self.transform, self.rotation)
@@ -434,7 +442,7 @@ class SearchSettings:
     def check_batches(self, count: int) -> None:
         """Raise DataError where a part of the search asks for more batches than there are."""
         for setting, asked in (
-            ("score_batches", self.score_batches if self.name in SCANS else None),
+            ("score_batches", self.score_batches if self.scores_units else None),
             ("polish.batches", self.polish.batches),
         ):
             if asked is not None and asked > count:
@@ -453,6 +461,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     **{name: ("score_batches", "polish") for name in SCANS},
     "differentiable": ("steps", "objective", "descent", "polish"),
     "joint": ("steps", "objective", "descent", "joint"),
+    "adaptive": ("score_batches", "steps", "objective", "descent", "polish"),
 }
 """Search -> which of these it uses."""
 
@@ -516,8 +525,12 @@ class SearchConfig(SearchSettings):
             for o in (OPERANDS if self.input_format is None else OPERANDS[:1])
         }
 
-    def summary(self) -> SearchFacts:
-        """What an assignment says of its search."""
+    def summary(self, kept: Literal["scores", "descent"] | None = None) -> SearchFacts:
+        """What an assignment says of its search.
+
+        Args:
+            kept: of name=adaptive, whose choice it took.
+        """
         family, path, input_path = self.family, *map(self.paths.get, OPERANDS)
         return SearchFacts(
             name=self.name,
@@ -526,6 +539,7 @@ class SearchConfig(SearchSettings):
             polish_rounds=self.polish.rounds,
             path=path,
             input_path=None if input_path == path else input_path,
+            kept=kept,
         )
 
 

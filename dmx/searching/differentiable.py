@@ -55,7 +55,11 @@ LOSSES = ("soft_loss", "hard_loss", "projected_loss")
 
 
 class DifferentiableSearch:
-    """State and steps of one search; `run` does all of it."""
+    """State and steps of one search; `run` does all of it.
+
+    Args:
+        start: (U,) float32 first raw offsets; None: `descent.raw_start`.
+    """
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class DifferentiableSearch:
         *,
         folder: Path | None,
         fingerprint: str,
+        start: np.ndarray | None = None,
     ) -> None:
         self.model, self.batches, self.space = model, batches, space
         self.budget, self.config, self.family = budget, config, config.format_family
@@ -88,9 +93,9 @@ class DifferentiableSearch:
         """(U, F-1) bits that each step of a unit adds"""
         self.cheapest = space.average([0] * len(space.units), budget.unit)
         descent = config.descent
-        first = torch.full((len(space.units),), descent.raw_start, dtype=torch.float32).to(
-            self.device
-        )
+        if start is None:
+            start = np.full(len(space.units), descent.raw_start, dtype=np.float32)
+        first = torch.from_numpy(start).to(self.device)
         if descent.penalty == "exact":
             first = self._at_target(first, 0)
         self.raw = first.requires_grad_()

@@ -7,6 +7,8 @@
     kl_per_bit   the same measurement for every candidate; raise by KL saved per added bit
     fisher       sum over tokens and outputs of (gradient of the summed cross entropy)^2 times
                  (output error)^2, for every candidate; exact knapsack
+    aumann_shapley   what each unit adds to KL(reference, model) while all go from candidate to candidate
+                 together, by gradients along the way; exact knapsack
     weight_mse   squared error of the weights, for every candidate; exact knapsack
 
 The reference is the unquantized model, and a unit's score quantizes its weights and inputs
@@ -55,7 +57,11 @@ def heuristic_choice(
     elif config.name == "kl":
         preference = scan.kl(range(n_formats - 1))
     else:
-        measure = {"fisher": scan.fisher, "weight_mse": scan.weight_mse}
+        measure = {
+            "fisher": scan.fisher,
+            "aumann_shapley": scan.aumann_shapley,
+            "weight_mse": scan.weight_mse,
+        }
         scores = measure.get(config.name, lambda: scan.kl(range(n_formats)))()
         gain = scores[:, :-1] - scores[:, 1:]
         preference = gain / np.diff(space.costs(budget.unit), axis=1)

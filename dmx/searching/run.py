@@ -37,6 +37,14 @@ from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import refuse_pieces
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
+from dmx.searching.adaptive import (
+    FEWEST_BATCHES,
+    Kept,
+    adaptive_steps,
+    judge,
+    split_batches,
+    start_from,
+)
 from dmx.searching.config import SCANS, SearchConfig, SearchSettings
 from dmx.searching.differentiable import DifferentiableSearch
 from dmx.searching.heuristics import heuristic_choice
@@ -229,7 +237,7 @@ def _search(
         model,
         scale_rules=config.scale_rules.by_format(),
         budget=budget,
-        search=config.summary(),
+        search=config.summary(outcome.kept),
     )
     assignment = outcome.transform.attach(assignment, model)
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
@@ -261,6 +269,8 @@ class _Outcome:
     warnings: list[str] = field(default_factory=list)
     cuda_graph: str = "off"
     rounds: list[dict[str, Any]] = field(default_factory=list)
+    kept: Kept | None = None
+    """Of an adaptive search."""
 
 
 class _Job:
@@ -295,6 +305,8 @@ class _Job:
         transform = self.transform()
         with transformed(model, transform, layers):
             self.space = self.seeing_inputs(self.space)
+            if self.config.name == "adaptive":
+                return self.polish(self.adapt(transform))
             descends = self.config.descends
             return self.polish(self.descend(transform) if descends else self.rank(transform))
 
@@ -327,16 +339,54 @@ class _Job:
             folder=self.score_folder,
         )
 
-    def descend(self, transform: Transform) -> _Outcome:
-        """By gradient."""
+    def adapt(self, transform: Transform) -> _Outcome:
+        """By scores, then by gradient from there where there is text enough, and what is better on other text."""
+        scored = self.rank(transform, self.config.for_search("kl_per_bit"))
+        learned, held = split_batches(self.batches)
+        if not held:
+            said = (
+                f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on): "
+                "the choice is that of the scores"
+            )
+            return self.kept("scores", scored, said)
+        start = start_from(scored.preference, self.space, self.budget, scored.choice)
+        config = replace(self.config, steps=adaptive_steps(self.config, len(self.batches)))
+        descended = self.descend(transform, learned, config, start)
+        judgement = judge(self.model, self.space, config, held, descended.choice, scored.choice)
+        said = f"KL of the descent minus that of the scores on {len(held)} batches held out: {judgement}"
+        if judgement.kept == "descent":
+            return replace(descended, kept="descent")
+        history = replace(descended, choice=scored.choice, preference=scored.preference)
+        return self.kept("scores", history, f"{said}; the choice is that of the scores")
+
+    def kept(self, kept: Kept, outcome: _Outcome, said: str) -> _Outcome:
+        """The outcome, and a warning that says why it is this one."""
+        text = f"search.name=adaptive: {said}."
+        warnings.warn(text, stacklevel=5)
+        return replace(outcome, kept=kept, warnings=[*outcome.warnings, text])
+
+    def descend(
+        self,
+        transform: Transform,
+        batches: list[Tensor] | None = None,
+        config: SearchConfig | None = None,
+        start: np.ndarray | None = None,
+    ) -> _Outcome:
+        """By gradient.
+
+        Args:
+            batches, config: None: all, and as it is asked for.
+            start: see `DifferentiableSearch`.
+        """
         descent = DifferentiableSearch(
             self.model,
-            self.batches,
+            batches or self.batches,
             self.space,
             self.budget,
-            self.config,
+            config or self.config,
             folder=self.folder,
             fingerprint=self._fingerprint(transform),
+            start=start,
         )
         descent.clock = self.clock
         descent.run()
@@ -351,10 +401,15 @@ class _Job:
             cuda_graph="on" if descent.uses_graph else "off",
         )
 
-    def rank(self, transform: Transform) -> _Outcome:
-        """By what was measured of each unit, or by nothing."""
-        scan = self.scan(transform, self.config, self.space)
-        choice, preference = heuristic_choice(scan, self.space, self.budget, self.config)
+    def rank(self, transform: Transform, config: SearchConfig | None = None) -> _Outcome:
+        """By what was measured of each unit, or by nothing.
+
+        Args:
+            config: None: as it is asked for.
+        """
+        config = config or self.config
+        scan = self.scan(transform, config, self.space)
+        choice, preference = heuristic_choice(scan, self.space, self.budget, config)
         return _Outcome(transform, choice, preference)
 
     def polish(self, outcome: _Outcome) -> _Outcome:

@@ -21,7 +21,7 @@ from dmx.files import write_json
 from .stored import Stored, read_json
 
 SCHEMA = "dmx.record/2"
-HEURISTICS = ("kl", "kl_per_bit", "fisher", "weight_mse")
+HEURISTICS = ("kl", "kl_per_bit", "fisher", "aumann_shapley", "weight_mse")
 """Searches that rank units by a score; the first is the dMX paper's opponent."""
 QUANTIZED = ("W+A", "W")
 """Weights and inputs quantized, or weights only."""
@@ -83,7 +83,7 @@ def _transform_text(name: str) -> str:
     return "learned rotation" if name == "learned" else name.replace("_", " ")
 
 
-_DMX = {"differentiable": "dMX", "joint": "dMX joint"}
+_DMX = {"differentiable": "dMX", "joint": "dMX joint", "adaptive": "dMX adaptive"}
 """Searches by gradient -> what a label calls them."""
 
 

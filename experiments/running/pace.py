@@ -11,6 +11,7 @@ output layer, for as many tokens as the plain step, which has 2 (B + H):
     change of one unit in a scan  B / 2 + H       on average: the blocks before the unit are not run again
     step of a search              3 B + 2 H       gradients of the weights, too: an offset's needs them
     fisher, F candidates          (3 + F) B + 2 H
+    aumann_shapley, F candidates  NODES (F - 1) (3 B + 2 H)
     step of learned weights       3 B + 3 H       both models' products of the head, and the gradient's
     what it needs of a new batch  B               the full-precision model up to its head
 
@@ -30,7 +31,9 @@ from dmx.models.dtype import SLOW_BF16, bf16_slowness
 from dmx.models.running import evaluating
 from dmx.models.sharding import gather_outer
 from dmx.searching import search_space
+from dmx.searching.adaptive import adaptive_steps
 from dmx.searching.config import DESCENDING
+from dmx.searching.scan import NODES
 from dmx.weights.learned import measured_batches
 
 from ..reporting.texts import seconds_text, work_text
@@ -159,16 +162,22 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
     scanned, own = 0, plan.stages
     for name in (*plan.opponents, settings.name):
         work = 0.0
-        if name in ("kl", "kl_per_bit"):
+        if name in ("kl", "kl_per_bit", "adaptive"):
             wanted = candidates - (name == "kl")
             changes = scored * sizes.units * max(0, wanted - scanned)  # the others are read
             work = OVERHEAD["scan"] * changes * (sizes.blocks / 2 + sizes.output) / whole
             scanned = max(scanned, wanted)
         elif name == "fisher":
             work = scored * ((3 + candidates) * sizes.blocks + 2 * sizes.output) / whole
-        elif name in DESCENDING:
+        elif name == "aumann_shapley":
             step = (3 * sizes.blocks + 2 * sizes.output) / whole
-            work = OVERHEAD["search"] * step * settings.steps
+            work = scored * NODES * (candidates - 1) * step
+        if name in DESCENDING:
+            step = (3 * sizes.blocks + 2 * sizes.output) / whole
+            steps = settings.steps
+            if name == "adaptive":
+                steps = adaptive_steps(settings, sizes.batches)
+            work += OVERHEAD["search"] * step * steps
         stages += [Stage(name, work)] if work else []
         rows = measured * len(plan.quantized)
         stages.append(Stage(f"evaluation of {name}", rows))

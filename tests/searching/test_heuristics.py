@@ -15,6 +15,7 @@ from dmx.numerics import kl_divergence
 from dmx.searching import search_space
 from dmx.searching.bank import searching_model
 from dmx.searching.scan import Scan
+from tests.searching.test_brute_force import Toy
 from tests.settings import search_config
 
 WIDE = Budget(16.0)  # every layer high: only the preferences are of interest
@@ -172,6 +173,60 @@ def test_fisher_weighs_the_error_of_the_operands_of_each_unit(operands, tiny_ran
     scan = Scan(model, tokens, space, config, fingerprint={}, folder=None)
     # Sums of float32 in another order.
     np.testing.assert_allclose(scan.fisher(), expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"choices": "separate", "fixed": {"*.0.mlp.down_proj": "mxfp4"}}]
+)
+def test_aumann_shapley_scores_add_up_to_the_kl_that_all_steps_save(options, tiny_trained):
+    model, tokens = tiny_trained.model, batches()
+    config = search_config(name="aumann_shapley", family="mxfp8_mxfp6_mxfp4", **options)
+    space = search_space(model, config)
+    scan = Scan(model, tokens, space, config, fingerprint={}, folder=None)
+    scores = scan.aumann_shapley()
+    rules = config.scale_rules.by_format()
+    with (
+        torch.no_grad(),
+        searching_model(model, space, config.format_family, rules) as bank,
+    ):
+        kls = np.zeros(len(space.formats))
+        for batch, (c, f) in itertools.product(tokens, enumerate(space.formats)):
+            bank.set_full()
+            reference = model(input_ids=batch, use_cache=False).logits
+            bank.set_formats([f] * len(space.units))
+            logits = model(input_ids=batch, use_cache=False).logits
+            kls[c] += float(kl_divergence(reference, logits)) / len(tokens)
+    assert (scores[:, -1] == 0).all() and kls[0] > 0.01
+    # The quantized input of a layer is a step function of what comes before it, which gradients pass straight
+    # through: the integral is that of the smooth part, up to some percent of the whole.
+    np.testing.assert_allclose(scores.sum(0), kls - kls[-1], rtol=0, atol=0.08 * kls[0])
+
+
+def test_aumann_shapley_scores_of_a_quadratic_loss_are_its_closed_form(monkeypatch, generator):
+    """Layers side by side and inputs as they are: logits are linear in the offsets."""
+
+    def half_square(logits, reference):
+        return 0.5 * (logits - reference).square().sum() / logits[..., 0].numel()
+
+    monkeypatch.setattr("dmx.searching.scan.kl_loss", half_square)
+    model, tokens = Toy(generator), torch.randint(0, 32, (2, 8), generator=generator)
+    config = search_config(
+        name="aumann_shapley", family="mxfp8_mxfp6_mxfp4", input_format="bf16", units="layer"
+    )
+    space = search_space(model, config)
+    scores = Scan(model, [tokens], space, config, fingerprint={}, folder=None).aumann_shapley()
+    errors = []
+    with torch.no_grad():
+        for gain, layer, scale in zip(model.gains, model.layers, model.scales, strict=True):
+            x = gain * model.embedding(tokens) * scale
+            quantized = [dmx.fake_quant(layer.weight, f) for f in space.formats]
+            errors.append(torch.stack([x @ (q - layer.weight).T for q in quantized]))
+    e = torch.stack(errors).flatten(2).double()  # (U, F, tokens x logits)
+    between = (e[:, 1:] + e[:, :-1]).sum(0) / 2  # of all units together, mean of the step
+    gains = ((e[:, :-1] - e[:, 1:]) * between).sum(-1) / tokens.numel()
+    expected = gains.flip(1).cumsum(1).flip(1).numpy()
+    np.testing.assert_allclose(scores[:, :-1], expected, rtol=1e-3, atol=1e-6 * expected.max())
+    assert (expected < 0).any() or np.ptp(expected) > 0.1 * expected.max()
 
 
 def test_random_choices_follow_the_seed(tiny_random):

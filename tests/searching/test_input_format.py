@@ -72,6 +72,7 @@ def test_targets_take_the_inputs_that_they_run():
     [
         *({"name": name} for name in ("uniform", "random", "kl", "kl_per_bit", "weight_mse")),
         {"name": "fisher", "polish_rounds": 1},
+        {"name": "aumann_shapley"},
         {"name": "differentiable", **DESCENT},
         {"name": "differentiable", **DESCENT, **EXACT, "transform": "learned"},
         {"name": "joint", **DESCENT, **EXACT},

@@ -17,6 +17,7 @@ DESCENT = DescentConfig(raw_start=1.0, evaluate_every=2, checkpoint_every=2)
 SEARCHES = {
     "kl": {},
     "fisher": {},
+    "aumann_shapley": {},
     "differentiable": {"steps": 3, "objective": "kl", "descent": DESCENT},
     "joint": {"steps": 2, "descent": DESCENT},
     "random": {"polish": PolishConfig(rounds=1, batches=1)},

@@ -96,7 +96,8 @@ def fails_on(model, token):
 
 LATER = [
     *(("kl", {"score_batches": 2}), ("kl_per_bit", {"score_batches": 2})),
-    *(("fisher", {"score_batches": 2}), ("random", {"polish_rounds": 1})),
+    *(("fisher", {"score_batches": 2}), ("aumann_shapley", {"score_batches": 2})),
+    ("random", {"polish_rounds": 1}),
     ("differentiable", {"objective": "cross_entropy", "steps": 4}),
     ("differentiable", {"objective": "kl", "steps": 4}),
 ]

@@ -109,7 +109,7 @@ def test_a_damaged_score_file_is_an_error_that_names_it(damage, model, batches, 
         run(model, batches, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["kl_per_bit", "fisher"])
+@pytest.mark.parametrize("name", ["kl_per_bit", "fisher", "aumann_shapley"])
 def test_an_interrupted_scan_goes_on_to_the_same_scores(
     name, model, batches, tmp_path, monkeypatch
 ):

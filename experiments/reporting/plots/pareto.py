@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LOOKS = {
+LOOKS = {
     "dMX": ("#d55e00", "o"),
     "kl": ("#0072b2", "s"),
     "kl_per_bit": ("#009e73", "D"),
     "fisher": ("#cc79a7", "^"),
+    "aumann_shapley": ("#17becf", "<"),
     "weight_mse": ("#b08900", "v"),
     "random": ("#5b6068", "X"),
 }
@@ -76,7 +77,7 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
         labels = []
         for key in (key for key in series if key not in lines):
             points = series[key]
-            look = _LOOKS.get(points[0].group.label) or next(spare)
+            look = LOOKS.get(points[0].group.label) or next(spare)
             handles.append(_draw_search(axes, key, points, look))
             labels.append((f"{key}  {points[-1].y:.2f}", points[-1].x, points[-1].y, look[0]))
         for limit in sorted({g.budget.limit for g in groups if g.budget and g.budget.unit == unit}):

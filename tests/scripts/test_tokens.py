@@ -1,0 +1,78 @@
+"""Quality by calibration tokens: what is run for a number of tokens, and what the page says of the records."""
+
+import math
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments.reporting.pages.tokens import calibration_tokens, tokens_page
+from scripts.benchmarks import tokens
+
+from ..experiments.helpers import FULL, method, row
+from .test_make_tables import compared
+
+WAVE = 0.1 * np.sin(np.arange(50))
+
+
+def at(n_tokens, **nlls):
+    """A record of searches with these losses, each with three seeds."""
+    rows = [
+        row(method(name), nll + 0.001 * seed + WAVE, 5.0, seed=seed, search_seconds=20.0)
+        for name, nll in nlls.items()
+        for seed in range(3)
+    ]
+    made = compared(row(FULL, 3.0 + WAVE, None, seed=None), *rows, settings={"units": "fused"})
+    calibration = replace(made.data["calibration"], batches=n_tokens // 512, batch_shape=(1, 512))
+    return replace(made, data={**made.data, "calibration": calibration})
+
+
+def test_the_page_says_where_adaptive_is_worse_than_an_opponent():
+    good = at(2048, fisher=3.4, kl_per_bit=3.3, adaptive=3.3)
+    bad = at(512, fisher=3.3, kl_per_bit=3.4, adaptive=3.4)
+    text, figures = tokens_page({"tokens_floor_2048": good, "tokens_floor_512": bad})
+    assert calibration_tokens(good) == 2048 and list(figures) == ["tokens_floor.png"]
+    assert "at 2 places of these curves: worse by more" in text
+    assert "than fisher at 512 tokens." in text
+    assert text.index("| 512 | ") < text.index("| 2,048 | ")
+    assert f"| 2,048 | kl_per_bit (W+A) | 3 | {math.exp(3.301 + WAVE.mean()):.2f} ± " in text
+    assert "| 20.0 |" in text and "| 40.0 |" in text  # adaptive reads the scan of kl_per_bit
+    alone, _ = tokens_page({"tokens_even_2048": good})
+    assert "nowhere worse than fisher or kl_per_bit by more than 1 standard error" in alone
+    assert "## Scale rule even" in alone
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "rows", "batches", "scored"),
+    [(512, 1, 1, 1), (8192, 1, 16, 16), (131072, 2, 128, 32), (524288, 8, 128, 8)],
+)
+def test_a_cell_has_as_many_tokens_as_it_says(n_tokens, rows, batches, scored, tmp_path):
+    arguments = tokens.cell(n_tokens, "even", tmp_path, 3, ["run.device=cpu"])
+    said = dict(argument.split("=", 1) for argument in arguments)
+    assert said["calibration.batch_size"] == str(rows)
+    assert said["calibration.batches"] == str(batches)
+    assert said["search.score_batches"] == str(scored)
+    assert rows * batches * tokens.WINDOW == n_tokens
+    assert scored * rows * tokens.WINDOW == min(n_tokens, tokens.SCANNED)
+    assert said["search.scale_rules.input"] == "even" and arguments[-1] == "run.device=cpu"
+
+
+def test_a_cell_that_is_there_is_not_run_again(tmp_path, monkeypatch):
+    out, records, ran = tmp_path / "out", tmp_path / "records", []
+    records.mkdir()
+    (out / "tokens_floor_512").mkdir(parents=True)
+    (out / "tokens_floor_512" / "record.json").write_text("{}")
+
+    def run(command, **_):
+        ran.append(command)
+        return type("Done", (), {"returncode": 3})
+
+    monkeypatch.setattr(tokens.subprocess, "run", run)
+    asked = f"tokens --out {out} --records {records} --tokens 512 2048 --rules floor -- steps=1"
+    monkeypatch.setattr(sys, "argv", asked.split())
+    assert tokens.main() == 3 and len(ran) == 1 and ran[0][-1] == "steps=1"
+    assert (records / "tokens_floor_512.json").read_text() == "{}"
+    monkeypatch.setattr(sys, "argv", [*asked.split()[:5], "--tokens", "700"])
+    with pytest.raises(SystemExit):
+        tokens.main()
