@@ -25,6 +25,8 @@ class Method:
     after: str | None = None
     """PEER:METHOD whose formats it is given."""
     units: tuple[str, ...] = ("fused", "layer")
+    families: tuple[tuple[str, ...], ...] | None = None
+    """Lists of candidates that it can be given; None: any of its formats."""
     needs: tuple[str, ...] = ()
     """Options without which it cannot run."""
 
@@ -78,6 +80,20 @@ PEERS = {
             ),
         },
     ),
+    "brevitas": Peer(
+        worker="brevitas_worker",
+        environment="brevitas",
+        own_rule="floor",
+        methods={
+            "dmx": Method(
+                label="dMX as published",
+                families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
+                units=("layer",),
+                needs=("dmx",),
+            ),
+        },
+        cannot=("it chooses for every layer alone; a penalty stands in place of a budget",),
+    ),
     "llmcompressor": Peer(
         worker="llmcompressor_worker",
         environment="llmcompressor",
@@ -118,6 +134,8 @@ def check_can(name: str, formats: Sequence[str], units: str, options: Sequence[s
     can = PEERS[peer].methods[method]
     if missing := [f for f in formats if f not in can.formats]:
         return f"has no {', '.join(missing)}"
+    if can.families is not None and tuple(formats) not in can.families:
+        return f"takes {' or '.join('/'.join(f) for f in can.families)} alone"
     if units not in can.units:
         return f"chooses for {can.units[0]} units alone"
     if lacking := [n for n in can.needs if n not in options]:

@@ -19,7 +19,13 @@ from experiments.running.settings import CONFIGS
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, tools
 from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
-from scripts.peers.workers import auto_round_worker, llmcompressor_worker, modelopt_worker, ours
+from scripts.peers.workers import (
+    auto_round_worker,
+    brevitas_worker,
+    llmcompressor_worker,
+    modelopt_worker,
+    ours,
+)
 
 FAMILY = ["mxfp4", "mxfp8_e4m3"]
 
@@ -131,6 +137,16 @@ def test_llm_compressor_is_given_every_layer_by_name():
     assert llmcompressor_worker.groups_of(given) == {"MXFP4": ["q", "k"], "MXFP8": ["o"]}
 
 
+def test_published_offsets_are_read_and_lowered_into_the_budget():
+    assert brevitas_worker.format_of(4.0, 3.0) == "mxfp8_e4m3"
+    with pytest.raises(ValueError, match=r"3\.0 and 2\.0 bits are no format"):
+        brevitas_worker.format_of(3.0, 2.0)
+    formats = {"a": "mxfp8_e4m3", "b": "mxfp8_e4m3", "c": "mxfp4"}
+    offsets, elements = {"a": 2.9, "b": 2.1, "c": 1.0}, {"a": 1, "b": 1, "c": 2}
+    assert brevitas_worker.lowered(formats, offsets, elements, 6.0) == formats
+    assert brevitas_worker.lowered(formats, offsets, elements, 5.5) == formats | {"b": "mxfp4"}
+
+
 def test_what_stands_in_for_modelopts_extension_is_our_rule_rceil(generator):
     x = torch.randn(4, 64, generator=generator)
     found = modelopt_worker.StandIn().fused_amax_convert(x, 32, "E2M1", "E8M0", None)
@@ -149,6 +165,19 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
     with pytest.raises(RunError, match="modelopt has gradient, kl_div"):
         tools.asked("modelopt:other")
     assert tools.check_can("ours:fisher", ["nvfp4", "fp8"], "fused", []) == "has no nvfp4, fp8"
+    dmx_as_published = "brevitas:dmx"
+    cases = [
+        (
+            ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"],
+            "layer",
+            "takes mxfp4/mxfp8_e4m3 or mxfp4/mxfp6_e2m3 alone",
+        ),
+        (FAMILY, "fused", "chooses for layer units alone"),
+        (FAMILY, "layer", "needs --option dmx=..."),
+    ]
+    for family, units, why in cases:
+        assert tools.check_can(dmx_as_published, family, units, []) == why
+    assert tools.check_can(dmx_as_published, FAMILY, "layer", ["dmx"]) is None
     monkeypatch.setenv("DMX_PEERS", str(tmp_path))
     with pytest.raises(
         RunError, match=r"modelopt is not installed: .* `make peers PEERS=modelopt`"
@@ -229,3 +258,51 @@ def test_a_peers_choice_is_read_rightly(name, tmp_path):
     assert len(set(record.actual["formats"].values())) == 2
     bits = record.rows[0].element_bits
     assert 4 < bits <= 5 and record.actual["said_bits"] == pytest.approx(bits, abs=1e-3)
+
+
+PUBLISHED = os.environ.get("DMX_PUBLISHED")
+"""Folder of brevitas_examples/papers/dMX in a copy of Brevitas's repository."""
+
+
+@pytest.mark.parametrize("name", installed("brevitas", "dmx"))
+@pytest.mark.skipif(not PUBLISHED, reason="DMX_PUBLISHED names no folder of the published plugins")
+def test_the_published_dmx_runs_and_is_read_rightly(name, tmp_path):
+    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]
+    assert (
+        peers.main([*command, "--units", "layer", "--option", f"dmx={PUBLISHED}", "steps=3"]) == 0
+    )
+    (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
+    own = record.actual["own"]
+    assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", [*installed("auto_round", "sign_round"), *installed("llmcompressor", "gptq")]
+)
+def test_finished_weights_are_read(name, tmp_path, monkeypatch):
+    """Of formats that are given here: the search before is not what is tested."""
+    run_worker = peers.run_worker
+
+    def search_apart(peer, folder):
+        request = Request.load(folder / "request.json")
+        if request.given is not None:
+            return run_worker(peer, folder)
+        names = [layer for unit in request.units for layer in unit]
+        formats = {
+            n: request.formats["layers.0.self_attn.q" in n or ".0.self_attn.k" in n] for n in names
+        }
+        formats |= {n: request.formats[1] for n in names if ".0.self_attn.v" in n}
+        answer_of(formats).save(folder / ANSWER)
+
+    monkeypatch.setattr(peers, "run_worker", search_apart)
+    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]
+    assert peers.main([*command, "--option", "iters=2"]) == 0
+    scheme, finished = (Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json")))
+    assert finished.actual["gives"] == "weights"
+    own = finished.actual["own"]
+    if (
+        own is None
+    ):  # rules that are none of ours; SignRound keeps nearest where it finds nothing better
+        assert finished.rows[0].nll != scheme.rows[0].nll
+    else:
+        assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)

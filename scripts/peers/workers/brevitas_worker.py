@@ -1,0 +1,125 @@
+"""Brevitas: the published dMX (arXiv 2606.04115), by its own entry point and plugins, rotations off.
+
+The plugins, `custom_trainer.py` and `learned_float_quantizer.py` of `brevitas_examples/papers/dMX`, are in the repository
+and in no wheel: `--option dmx=FOLDER` names a copy. Every layer has an offset of its own; the penalty drives a plain
+average over layers, inputs and weights, towards a target from above, and nothing holds the budget: an answer over it is
+lowered as our projection does, by the learned offsets.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .common import Cell, main
+
+QUANTIZERS = {
+    ("mxfp4", "mxfp8_e4m3"): "learned_float",
+    ("mxfp4", "mxfp6_e2m3"): "mxfp6_learned_float",
+}
+_FORMATS = {(2, 1): "mxfp4", (2, 3): "mxfp6_e2m3", (4, 3): "mxfp8_e4m3"}
+STEPS, ROWS = 600, 8
+"""Of the published benchmark: optimizer steps, and sequences of a step."""
+
+
+def arguments(cell: Cell, rows: int) -> list[str]:
+    """The published benchmark's command line, less rotations, attention and bf16."""
+    asked = cell.request
+    plugins = Path(asked.options["dmx"])
+    quantizer = QUANTIZERS[tuple(asked.formats)]
+    steps = asked.options.get("steps", STEPS)
+    batch = min(ROWS, rows)
+    shared = "quant-format float_ocp_e2m1 quant-granularity per_group quant-type sym scale-precision po2_scale group-size 32"
+    words = shared.split()
+    text = [f"--model {asked.model} --dtype {asked.dtype} --seed {asked.seed} --no-eval"]
+    for side in ("weight", "input"):
+        text.append(f"--{side}-bit-width 4")
+        text += [f"--{side}-{k} {v}" for k, v in zip(words[::2], words[1::2], strict=True)]
+    text.append("--input-scale-type dynamic --scale-rounding-func-type floor --fine-tune")
+    text.append(f"--custom-quantizer {plugins / 'learned_float_quantizer.py'}:{quantizer}")
+    text.append(f"--custom-trainer {plugins / 'custom_trainer.py'}:rotation_learned_bitwidth")
+    text.append(
+        f"--seqlen {cell.tokens.shape[1]} --nsamples {rows} --nsamples-rot-calibration {rows}"
+    )
+    text.append(f"--target_bit_width {asked.limit} --bw_learning_rate 1.0 --delay_start 0.6")
+    text.append(f"--max_steps {steps} --per_device_train_batch_size {batch}")
+    text.append("--lr_scheduler_type cosine --report_to none")
+    text.append(f"--output_dir {cell.folder / 'trainer'}")
+    if not asked.device.startswith("cuda"):
+        text.append("--use_cpu True")
+    return " ".join(text).split()
+
+
+def format_of(exponent: float, mantissa: float) -> str:
+    """Our name of an element.
+
+    Raises:
+        ValueError: it is none of ours.
+    """
+    found = (round(exponent), round(mantissa))
+    if found not in _FORMATS:
+        raise ValueError(f"exponent and mantissa of {exponent} and {mantissa} bits are no format")
+    return _FORMATS[found]
+
+
+def lowered(
+    formats: Mapping[str, str],
+    offsets: Mapping[str, float],
+    elements: Mapping[str, int],
+    limit: float,
+) -> dict[str, str]:
+    """The formats within the limit of average bits: raised layers of the smallest offset are lowered first."""
+    kept = dict(formats)
+    bits = {name: int(name.removeprefix("mxfp")[0]) for name in _FORMATS.values()}
+    total = sum(elements.values())
+    raised = sorted((n for n, f in kept.items() if f != "mxfp4"), key=lambda n: (offsets[n], n))
+    for name in raised:
+        if sum(bits[kept[n]] * elements[n] for n in kept) <= limit * total:
+            break
+        kept[name] = "mxfp4"
+    return kept
+
+
+def run(cell: Cell) -> None:
+    """Answers with the formats of the learned offsets."""
+    from brevitas_examples.common.parse_utils import parse_args
+    from brevitas_examples.llm import main as entry
+    from brevitas_examples.llm.llm_args import create_args_parser
+
+    rows = [{"input_ids": row.cpu().numpy()} for row in cell.tokens]
+    entry.get_dataset_for_model = lambda *_, **__: rows
+    parsed, extra = parse_args(
+        create_args_parser(), arguments(cell, len(rows)), override_defaults={}
+    )
+    _, model = cell.timed(lambda: entry.quantize_llm(parsed, extra))
+    peak = cell.peak()
+    formats, offsets, elements = read(model.eval(), cell.layers)
+    own = cell.own_nll(model)
+    within = lowered(formats, offsets, elements, cell.request.limit)
+    changed = sum(formats[n] != within[n] for n in formats)
+    if changed:
+        own = None  # of other formats than the answer's
+    cell.notes.append(
+        f"its own entry point and plugins; rotations off; {changed} layers lowered to hold the budget"
+    )
+    cell.answer(within, ("brevitas",), peak=peak, own_nll=own)
+
+
+def read(
+    model: nn.Module, layers: list[str]
+) -> tuple[dict[str, str], dict[str, float], dict[str, int]]:
+    """Of each layer of a trained model: format, learned offset and weight elements."""
+    formats, offsets, elements = {}, {}, {}
+    for name in layers:
+        layer: Any = model.get_submodule(name)
+        quant = layer.weight_quant.tensor_quant
+        exponent, mantissa = quant.exponent_bit_width_impl(), quant.mantissa_bit_width_impl()
+        formats[name] = format_of(float(exponent), float(mantissa))
+        offsets[name] = float(quant.mantissa_bit_width_impl.bit_width_offset.detach())
+        elements[name] = layer.weight.numel()
+    return formats, offsets, elements
+
+
+if __name__ == "__main__":
+    main(run)
