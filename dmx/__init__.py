@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dmx.evaluate.zero_shot import zero_shot
     from dmx.exporting import export, load_exported
     from dmx.kernels.ops import quantize
+    from dmx.models.streaming import stream_blocks
     from dmx.searching import SearchConfig, SearchResult, search
     from dmx.weights.gptq import gptq
     from dmx.weights.learn_config import LearnConfig
@@ -46,6 +47,7 @@ __all__ = [
     "restore",
     "search",
     "share_scales",
+    "stream_blocks",
     "zero_shot",
 ]
 
@@ -61,6 +63,7 @@ _HOMES = {
     "evaluate.zero_shot": ("zero_shot",),
     "exporting": ("export", "load_exported"),
     "kernels.ops": ("quantize",),
+    "models.streaming": ("stream_blocks",),
     "searching": ("SearchConfig", "SearchResult", "search"),
     "weights.gptq": ("gptq",),
     "weights.learn_config": ("LearnConfig",),

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from dmx.assignment.assignment import Assignment
 from dmx.formats import BitUnit, check_choice
-from dmx.searching import SearchSettings
 from dmx.weights.config import WEIGHTS
 
 from .running import settings
@@ -32,8 +31,6 @@ from .running.run import Run
 class CompareRun(settings.SearchingRun):
     """python -m experiments.compare"""
 
-    search: SearchSettings
-    """Settings of every search, each taking what it uses; its name is taken from `searches`."""
     budgets: list[float]
     """Limits, in `unit`."""
     unit: BitUnit
@@ -62,6 +59,7 @@ class CompareRun(settings.SearchingRun):
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds
         )
+        self.check_memory(self.plan.names, self.weights)
         self.plan.check(self.calibration.batches, needs_all=not (self.collect or self.ablate))
 
 

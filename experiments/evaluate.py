@@ -23,7 +23,7 @@ from .running.bench import Bench, check_windows
 from .running.composing import build_root
 from .running.guard import entry_point
 from .running.run import Run
-from .running.sources import Source, check_files_dtype, measure_source, read_source
+from .running.sources import Source, check_files, measure_source, read_source
 
 
 @dataclass(kw_only=True)
@@ -71,6 +71,7 @@ def main(cfg: DictConfig) -> None:
     config = build_root(EvaluateRun, cfg)
     # Read every file before anything is loaded: a damaged one must show at once.
     sources = [read_source(name, "assignments") for name in config.assignments]
+    check_files(sources, config.model, config.run)
     uniform = SearchConfig(
         name="uniform",
         transform=config.transform,
@@ -82,7 +83,6 @@ def main(cfg: DictConfig) -> None:
     calibration = config.calibration if config.safety != "off" or needs else None
     check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load
-    check_files_dtype(sources, config.model)
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():
             return

@@ -61,6 +61,7 @@ class ExportRun:
                 f"target={self.target} is a profile: target=compressed_tensors profile={self.target}"
             )
         check_choice(self.target, EXPORT_TARGETS, "target")
+        self.run.check_whole("export")
         if self.profile is not None:
             check_choice(self.profile, PROFILES, "profile")
         if not self.max_shard_gigabytes > 0:

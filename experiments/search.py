@@ -13,7 +13,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
 from dmx.formats import check_choice
 from dmx.models import meta_model
-from dmx.searching import SearchSettings, search_space
+from dmx.searching import search_space
 from dmx.weights.config import WEIGHTS
 
 from .reporting.verdicts import verdicts
@@ -31,7 +31,6 @@ class SearchRun(SearchingRun):
     """python -m experiments.search"""
 
     budget: Budget
-    search: SearchSettings
     baselines: list[str]
     """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
     heuristics."""
@@ -50,6 +49,9 @@ class SearchRun(SearchingRun):
         check_each("baselines", self.baselines, BASELINES)
         if self.weights == "learned":
             self.learn.check_formats(self.search.formats_of("weight"))
+        self.check_memory([self.search.name], [self.weights])
+        if self.pace:
+            self.run.check_whole("pace=true, which times a plain step,")
         self.plan = SearchPlan(
             self.search,
             self.budget,

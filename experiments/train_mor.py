@@ -52,6 +52,7 @@ class TrainMorRun:
             raise ConfigError(
                 "mor and seeds must name at least one recipe and seed: mor=[bf16,tensor] seeds=[0]"
             )
+        self.run.check_whole("training")
         if len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"seeds={self.seeds} names a seed twice. Name each once.")
         allowed = tuple(f.name for f in dataclasses.fields(mor.MorConfig))

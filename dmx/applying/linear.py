@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.quantizers import Quantizer
+from dmx.applying.stored import StoredWeight
 from dmx.models.linears import linear_layers
 from dmx.models.products import groups_of, product
 from dmx.models.swap import adopt
@@ -53,6 +54,12 @@ class QuantLinear(nn.Linear):
             with torch.inference_mode(False), torch.no_grad():
                 self._cached = (*key, self.weight_quantizer(self.weight.detach()))
         return self._cached[2]
+
+    def forget_quantized(self) -> None:
+        """Keep no quantized weight on the device, which the weight leaves."""
+        self._cached = None
+        if isinstance(self.weight_quantizer, StoredWeight):
+            self.weight_quantizer.rest()
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""

@@ -10,7 +10,7 @@ that were rounded: the file would silently bring back those of another model.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -65,6 +65,8 @@ class StoredWeight:
     sample: Tensor
     inv_global: Tensor | None = None
     """(1,) float32, what E4M3 scales are divided by."""
+    _home: tuple[Tensor, Tensor, Tensor | None] | None = field(default=None, repr=False)
+    """The same in CPU memory, once it has left that."""
 
     @classmethod
     def of(
@@ -108,10 +110,19 @@ class StoredWeight:
     def __call__(self, x: Tensor) -> Tensor:
         """The stored weight in the shape and dtype of x, and on its device."""
         if self.codes.device != x.device:
+            if self.codes.device.type == "cpu":
+                self._home = self.codes, self.scales, self.inv_global
             self.codes, self.scales = self.codes.to(x.device), self.scales.to(x.device)
             if self.inv_global is not None:
                 self.inv_global = self.inv_global.to(x.device)
         return self.values(x.dtype)[:, : x.shape[1]].contiguous()
+
+    def rest(self) -> None:
+        """Lie in CPU memory until it is called again."""
+        if self._home is None:
+            fixed = None if self.inv_global is None else self.inv_global.cpu()
+            self._home = self.codes.cpu(), self.scales.cpu(), fixed
+        self.codes, self.scales, self.inv_global = self._home
 
     @classmethod
     def join(cls, parts: Sequence["StoredWeight"], sample: Tensor) -> "StoredWeight":

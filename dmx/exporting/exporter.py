@@ -30,6 +30,7 @@ from dmx.models import ModelConfig, load_model, meta_model
 from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.models.searchable import check_whole
+from dmx.models.streaming import stream_of
 from dmx.transforms.stage import Transform, transformed
 
 FACTS_FILE = "dmx_export.json"
@@ -92,6 +93,11 @@ def export(
     check_new(Path(folder))
     if not isinstance(assignment, Assignment):
         assignment = Assignment.load(assignment)
+    if isinstance(model, nn.Module) and stream_of(model) is not None:
+        raise ModelError(
+            f"{type(model).__name__} is held block by block: an export needs it whole. Load it again on the CPU "
+            "(run.memory=all run.device=cpu)."
+        )
     plan = make_plan(assignment, target=target, profile=profile, inputs=inputs, verify=verify)
     model = model if isinstance(model, str) else plain_model(model)
     check_model(

@@ -29,6 +29,7 @@ from dmx.models.linears import plain_name
 from dmx.models.memory import MicroBatch
 from dmx.models.products import Groups, product
 from dmx.models.running import evaluating, model_logits
+from dmx.models.streaming import rest
 from dmx.models.swap import set_module
 
 Form = Literal["stacked", "split"]
@@ -312,6 +313,7 @@ def install_experts(model: nn.Module, form: Form | None) -> Callable[[], None]:
     originals = experts_modules(model) if form is not None and there is None else {}
     if not originals:
         return lambda: None
+    rest(model)
     make = StackedExperts if form == "stacked" else SplitExperts
     # Parameters made in inference mode could not serve a later pass with gradients.
     with torch.inference_mode(False):
@@ -324,6 +326,7 @@ def install_experts(model: nn.Module, form: Form | None) -> Callable[[], None]:
 
 
 def _put_back(model: nn.Module) -> None:
+    rest(model)
     _, originals = model.__dict__.pop(_ORIGINALS)
     for path, module in originals.items():
         now: Any = model.get_submodule(path)

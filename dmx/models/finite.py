@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dmx.errors import ModelError
 from dmx.models.running import evaluating, model_logits
 from dmx.models.sharding import whole
+from dmx.models.streaming import brought
 
 _WAY_OUT = (
     "Where float16 overflows, load the model in bfloat16 or float32 (model.dtype); else look at the text "
@@ -25,7 +26,7 @@ def check_finite_weights(model: nn.Module) -> None:
 
     On the meta device nothing is looked at.
     """
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in brought(model, model.state_dict(keep_vars=True).items()):
         if not isinstance(tensor, Tensor) or tensor.is_meta or not tensor.is_floating_point():
             continue
         value_of = whole(tensor)

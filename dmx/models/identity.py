@@ -8,6 +8,7 @@ from torch import nn
 
 from dmx.files import sha256
 from dmx.models.sharding import whole
+from dmx.models.streaming import brought
 
 ARCHITECTURE_KEYS = (
     "model_type",
@@ -71,7 +72,10 @@ def _attribute(text: Any, key: str) -> Any:
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
     """What tells two models apart: architecture, dtype, and a cheap sum of every parameter."""
     config = getattr(model, "config", None)
-    sums = [float(whole(p).sum(dtype=torch.float32)) for p in model.parameters()]
+    sums = [
+        float(whole(p).sum(dtype=torch.float32))
+        for _, p in brought(model, model.named_parameters())
+    ]
     return {
         "architecture": architecture_sha256(config) if config is not None else None,
         "weights": sha256(json.dumps(sums).encode()),

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dmx.errors import ModelError
+from dmx.formats import check_choice
 from dmx.models.config import ModelConfig
 from dmx.models.dtype import dtype_of
 from dmx.models.finite import check_finite_weights
@@ -28,6 +29,7 @@ from dmx.models.identity import architecture_sha256
 from dmx.models.locating import Where, explained, load_options, locate, revision_of
 from dmx.models.searchable import check_not_quantized
 from dmx.models.sharding import spread
+from dmx.models.streaming import MEMORIES, stream_blocks
 from dmx.models.tiny import byte_tokenizer, make_tiny, tiny_model_config
 from dmx.models.weight_files import check_tokenizer_files, check_weight_files
 from dmx.processes import Processes
@@ -46,17 +48,27 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, device: str | torch.device = "cpu", shared_by: Processes | None = None
+    config: ModelConfig,
+    device: str | torch.device = "cpu",
+    shared_by: Processes | None = None,
+    *,
+    memory: str = "all",
 ) -> LoadedModel:
     """Weights and tokenizer on `device`, in eval mode; nothing is written to disk but hub caches.
 
     Args:
         shared_by: processes that shard the weights, and all load them; the main one reads the files. None: all of them are here.
+        memory: all | block: the decoder blocks stay in CPU memory (`dmx.models.streaming`).
 
     Raises:
         ModelError: the model is not there, not allowed, not whole, not finite, or not a causal language model.
     """
+    check_choice(memory, MEMORIES, "memory")
     if shared_by is not None and shared_by.size > 1:
+        if memory == "block":
+            raise ModelError(
+                "memory=block: weights that processes shard lie on their devices. Use memory=all."
+            )
         return _load_sharded(config, torch.device(device), shared_by)
     dtype = dtype_of(config.dtype, device)
     left_out: tuple[str, ...] = ()
@@ -83,12 +95,17 @@ def load_model(
     # What transformers loaded has the dtype that was asked for, or float32 where the model insists on it.
     for parameter in model.parameters():
         made_here = config.tiny is not None or config.gguf_file is not None
-        parameter.data = parameter.data.to(device, dtype if made_here else parameter.dtype)
+        place = parameter.device if memory == "block" else device
+        parameter.data = parameter.data.to(place, dtype if made_here else parameter.dtype)
+    if memory == "block":
+        stream_blocks(model, device)
+    else:
+        model.to(device)
     try:
         check_finite_weights(model)
     except ModelError as error:
         raise ModelError(f"model.id={config.id}: {error}") from error
-    return LoadedModel(model.to(device).eval(), tokenizer, provenance, left_out)
+    return LoadedModel(model.eval(), tokenizer, provenance, left_out)
 
 
 def _load_sharded(config: ModelConfig, device: torch.device, processes: Processes) -> LoadedModel:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dmx.models.backbone import decoder_blocks
 from dmx.models.running import model_logits
+from dmx.models.streaming import stream_of
 
 
 class PrefixReplay:
@@ -21,7 +22,7 @@ class PrefixReplay:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.blocks = decoder_blocks(model)
-        self._outputs: list[Any] = []
+        self._gave_tensors: list[bool] = []
         self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def block_of(self, layer_name: str) -> int:
@@ -33,16 +34,24 @@ class PrefixReplay:
         return -1
 
     def reference(self, tokens: Tensor) -> Tensor:
-        """Logits of a full pass; keeps the arguments and the output of every block."""
-        self._arguments, self._outputs = [], []
-        handles = []
+        """Logits of a full pass; keeps the arguments of every block, in CPU memory where the blocks lie there."""
+        self._arguments, self._gave_tensors = [], []
+        stream, handles = stream_of(self.model), []
+
+        def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if stream is not None and args and isinstance(args[0], Tensor):
+                args = (stream.kept(args[0]), *args[1:])
+            self._arguments.append((args, kwargs))
+
         for block in self.blocks or []:
             handles += [
                 block.register_forward_pre_hook(
-                    lambda _m, args, kwargs: self._arguments.append((args, kwargs)),
+                    lambda _m, args, kwargs: note(args, kwargs),
                     with_kwargs=True,
                 ),
-                block.register_forward_hook(lambda _m, _i, out: self._outputs.append(out)),
+                block.register_forward_hook(
+                    lambda _m, _i, out: self._gave_tensors.append(isinstance(out, Tensor))
+                ),
             ]
         try:
             return model_logits(self.model, tokens)
@@ -54,6 +63,8 @@ class PrefixReplay:
         """Output of one block as the model now is, given what it got in the reference pass."""
         assert self.blocks is not None
         args, kwargs = self._arguments[block]
+        if (stream := stream_of(self.model)) is not None and args:
+            args = (args[0].to(stream.device), *args[1:])
         output: Tensor = self.blocks[block](*args, **kwargs)
         return output
 
@@ -88,8 +99,8 @@ def prefix_replay_is_exact(model: nn.Module, tokens: Tensor) -> bool:
         return False
     full = replay.reference(tokens)
     # Each block once: some models skip blocks that only images need.
-    once = len(replay._outputs) == len(replay.blocks)
-    if not once or not all(isinstance(out, Tensor) for out in replay._outputs):
+    once = len(replay._gave_tensors) == len(replay.blocks)
+    if not once or not all(replay._gave_tensors):
         return False
     middle = len(replay.blocks) // 2
     output = replay.block_output(middle)

@@ -439,6 +439,24 @@ class SearchSettings:
         """Whether the rotations are learned in this search, and not taken from a file."""
         return _learns_rotation(self.name, self.transform, self.rotation)
 
+    def check_by_block(self, searches: Iterable[str]) -> None:
+        """Refuse what a model that is held block by block cannot do.
+
+        Args:
+            searches: that these are the settings of.
+        """
+        asked = set(searches)
+        if "joint" in asked:
+            raise SearchConfigError(
+                "search.name=joint: masters and moments of all weights lie on the device, and the model is held block by "
+                "block (run.memory=block). Use search.name=differentiable, or run.memory=all."
+            )
+        if asked & set(DESCENDING) and self.descent.cuda_graph == "on":
+            raise SearchConfigError(
+                "search.descent.cuda_graph=on: no pass is captured whose weights are copied meanwhile (run.memory=block). "
+                "Use search.descent.cuda_graph=off, or run.memory=all."
+            )
+
     def check_batches(self, count: int) -> None:
         """Raise DataError where a part of the search asks for more batches than there are."""
         for setting, asked in (

@@ -36,6 +36,7 @@ from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import GraphedStep
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.models.sharding import is_sharded
+from dmx.models.streaming import stream_of
 from dmx.processes import Processes
 from dmx.progress import Stopwatch, progress
 from dmx.searching import schedule
@@ -250,6 +251,8 @@ class DifferentiableSearch:
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the model is on {self.device.type}"
+        elif stream_of(self.model) is not None:
+            obstacle = "the model is held block by block"
         elif self.config.descent.gradient_checkpointing:
             obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
         elif self._reads_on_host() and actual_backend(self.device) == "reference":

@@ -35,6 +35,7 @@ from dmx.models.ranges import input_amax
 from dmx.models.running import evaluating, model_logits
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import refuse_pieces
+from dmx.models.streaming import stream_of
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.adaptive import (
@@ -183,6 +184,8 @@ def search(
     model = plain_model(model)
     if is_applied(model):
         raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
+    if stream_of(model) is not None:
+        config.check_by_block([config.name])
     _check_weights(model)
     _check_pieces(model, config)
     with linear_experts(model, config.experts_form):

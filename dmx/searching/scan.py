@@ -40,19 +40,21 @@ from torch import Tensor, nn
 from dmx.assignment.rules import rule_of
 from dmx.assignment.space import SearchSpace, Unit
 from dmx.errors import ModelError
-from dmx.formats import OPERANDS, BlockFormat, Format, Operand
+from dmx.formats import OPERANDS, BlockFormat, Format
 from dmx.kernels import ops
 from dmx.kernels.losses import Divergence, cross_entropy, kl_loss
+from dmx.models.checkpointing import checkpointing
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.linears import linear_layers
-from dmx.models.products import Groups, groups_of, product
 from dmx.models.running import model_logits, quick_attention
 from dmx.models.sharding import whole
+from dmx.models.streaming import brought
 from dmx.processes import Processes
 from dmx.progress import progress
-from dmx.searching.bank import Bank, SearchLinear, searching_model
+from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig
 from dmx.searching.disturbances import Change, Disturbances
+from dmx.searching.output_errors import OutputErrors
 from dmx.searching.scores import ScoreFile
 from dmx.state import code_version
 
@@ -237,6 +239,7 @@ class Scan:
         sums, done = self._partial(formats)
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
+            checkpointing(self.model, False, "search"),
             progress("fisher scan", len(self.batches), done=done) as advance,
         ):
             for index in range(done, len(self.batches)):
@@ -264,19 +267,8 @@ class Scan:
     ) -> None:
         """One forward and backward of the unquantized model, which adds to totals (U, F, :)."""
         bank.set_full()
-        handles = []
-
-        def watch(layer: SearchLinear, inputs: tuple[Tensor], output: Tensor) -> None:
-            x, _ = layer.operands(inputs[0].detach())
-            if output.requires_grad:
-                groups = groups_of(layer)
-                output.register_hook(
-                    lambda grad: _add_fisher(layer, x, grad, groups, formats, totals)
-                )
-
-        for module in self.model.modules():
-            if isinstance(module, SearchLinear):
-                handles.append(module.register_forward_hook(watch))
+        errors = OutputErrors(self.model, formats, totals)
+        handles = errors.watch()
         try:
             embedding = self.model.get_input_embeddings()  # type: ignore[operator]
             with torch.enable_grad():
@@ -288,6 +280,7 @@ class Scan:
                 logits = model_logits(self.model, tokens)
                 n_predictions = tokens.shape[0] * (tokens.shape[1] - 1)
                 (cross_entropy(logits, tokens) * n_predictions).backward()
+            errors.check_all_met()
         finally:
             for handle in handles:
                 handle.remove()
@@ -299,6 +292,7 @@ class Scan:
         n_batches, family = len(self.batches), self.config.format_family
         with (
             searching_model(self.model, self.space, family, self.rules, path="line") as bank,
+            checkpointing(self.model, False, "search"),
             progress("path scan", n_batches, done=done) as advance,
         ):
             for index in range(done, n_batches):
@@ -353,33 +347,15 @@ class Scan:
                 self._save(block_format, file, sums, 1)
                 continue
             rule = rule_of(self.rules, "weight", block_format)
-            for u, unit in enumerate(self.space.units):
-                weights = {id(layers[n].weight): layers[n].weight for n in unit.layers}
-                for weight in map(whole, weights.values()):
-                    quantized = ops.fake_quant(weight, block_format, scale_rule=rule)
-                    error = quantized.float() - weight.float()
-                    sums[u] += float(error.square().sum(dtype=torch.float64))
+            index = {unit.name: u for u, unit in enumerate(self.space.units)}
+            weights = [
+                (unit.name, weight)
+                for unit in self.space.units
+                for weight in {id(w): w for w in (layers[n].weight for n in unit.layers)}.values()
+            ]
+            for name, held in brought(self.model, weights):
+                weight = whole(held)
+                quantized = ops.fake_quant(weight, block_format, scale_rule=rule)
+                error = quantized.float() - weight.float()
+                sums[index[name]] += float(error.square().sum(dtype=torch.float64))
             self._save(block_format, file, sums, 1)
-
-
-@torch.no_grad()
-def _add_fisher(
-    layer: SearchLinear,
-    x: Tensor,
-    grad: Tensor,
-    groups: Groups | None,
-    formats: list[Format],
-    totals: Tensor,
-) -> None:
-    exact = product(x, layer.weight, None, groups)
-    sides: tuple[tuple[Tensor, int | None, Operand], ...] = (
-        (x, layer.input_unit, "input"), (layer.weight, layer.weight_unit, "weight")
-    )  # fmt: skip
-    for unit in sorted({unit for _, unit, _ in sides if unit is not None}):
-        for column, block_format in enumerate(formats):
-            a, b = (
-                layer.quantized(t, block_format, operand) if own == unit else t
-                for t, own, operand in sides
-            )
-            changed = product(a, b, None, groups)
-            ops.add_fisher(grad, exact, changed, totals[unit, column])

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from dmx.errors import ModelError
 from dmx.models.running import evaluating, model_logits
+from dmx.models.streaming import rest
 from dmx.transforms.hadamard import hadamard_transform
 from dmx.transforms.stream import Block, Stream, find_stream
 
@@ -85,6 +86,7 @@ def rotate_residual(
     signs = 1.0 - 2.0 * torch.randint(2, (width,), generator=generator, dtype=torch.float64)
 
     before = _few_logits(model, stream)
+    rest(model)
     originals = _Originals(model)
     try:
         _rotate(stream, signs, sizes, originals)
@@ -207,6 +209,7 @@ class _Originals:
                     "the rotation cannot be undone: the model's layers were replaced after it, or "
                     "it was undone before. Undo later changes first (dmx.restore(model))."
                 )
+        rest(self.model)
         for module, name, old, new in self.replaced:
             old.data = old.data.to(new.device, new.dtype)  # itself, unless the model has moved
             setattr(module, name, old)

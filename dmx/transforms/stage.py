@@ -27,6 +27,7 @@ from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
 from dmx.models.linears import fused_group, linear_layers
 from dmx.models.sharding import refuse_pieces
+from dmx.models.streaming import rest
 from dmx.models.swap import put_back, replace_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
 from dmx.transforms.residual import rotate_residual
@@ -165,6 +166,7 @@ class Transform:
         if self.name == "none":
             return lambda: None
         refuse_pieces(model, {f"search.transform={self.name}": True}, "search.transform=none")
+        rest(model)
         if self.name == "hadamard_full":
             return rotate_residual(model, block_size=self.residual_block)
         inputs = {
@@ -196,6 +198,7 @@ def _are_inputs(named: Any, layers: Iterable[str]) -> bool:
 
 
 def _put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:
+    rest(model)
     for name, linear in originals.items():
         now = model.get_submodule(name).get_parameter("weight")
         # Itself, unless the model has moved in the meantime.

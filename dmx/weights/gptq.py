@@ -182,14 +182,16 @@ class _Rounding:
         with progress("gptq", total, done=sum(map(len, parts[:saved]))) as advance:
             if saved == len(parts) or total == len(self.done):
                 return self.done
-            hidden = self.traversal.first_inputs() if blocks else []
+            keep = self.traversal.keep
+            hidden = self.traversal.first_inputs(keep) if blocks else []
             for k, part in enumerate(parts[:-1]):
                 runs = self.traversal.block_runs(k, hidden)
                 if k >= saved:
                     if part:
+                        self.traversal.bring(k)
                         self._round_part(part, runs, advance, one_by_one=True)
                     self._save(k)
-                hidden = [run() for run in runs]
+                hidden = [keep(run()) for run in runs]
                 for layer in part.values():
                     layer._cached = None  # one block of quantized weights at a time
             if parts[-1]:

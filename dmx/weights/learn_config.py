@@ -120,6 +120,15 @@ class LearnConfig:
                     "formats."
                 )
 
+    def check_by_block(self) -> None:
+        """Refuse what a model that is held block by block cannot do; RunError."""
+        if self.steps:
+            raise RunError(
+                f"learn.steps={self.steps}: masters, moments and gradients of all weights lie on the device in steps end to "
+                "end, and the model is held block by block (run.memory=block). Use learn.block_steps=200 learn.steps=0, "
+                "or run.memory=all."
+            )
+
     @property
     def masters_dtype(self) -> torch.dtype:
         """Of what learns."""

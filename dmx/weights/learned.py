@@ -47,6 +47,7 @@ from dmx.models.memory import MicroBatch
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import is_sharded, refuse_pieces
+from dmx.models.streaming import rest, stream_of
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch, progress
@@ -376,6 +377,8 @@ def learn_weights(
     if not isinstance(config, LearnConfig):
         raise TypeError(f"config must be a dmx.LearnConfig, got {config!r}: dmx.LearnConfig()")
     model = plain_model(model)
+    if stream_of(model) is not None:
+        config.check_by_block()
     check_differentiable(model)
     _check(model, assignment)
     _check_pieces(model, config)
@@ -532,6 +535,7 @@ def _prepare(
     folded into all of the model stays in `stage`, and so do linear layers in the place of experts.
     """
     stage.enter_context(assignment.linear_experts(model))
+    rest(model)
     transform = Transform.of(assignment)
     undo = transform.install(model, assignment.transformed)
     try:
@@ -564,4 +568,5 @@ def _store(
         amax = assignment.amax_of_weight(name)
         stored[name] = StoredWeight.of(wide, wide, block_format, rule, amax)
         stored[name].sample = samples[name]
+        stored[name].rest()
     return stored

@@ -175,7 +175,9 @@ class BlockLearning:
         """One block learns; what it gives in full precision, after learning, and rounded."""
         names, file = self.parts[block], self.states.of(block)
         masters = Masters(
-            {n: self.weights[n] for n in names}, self.assignment, self.config.masters_dtype
+            {n: self.weights[n].to(self.device) for n in names},
+            self.assignment,
+            self.config.masters_dtype,
         )
         inputs = self.config.inputs
         with learning_model(

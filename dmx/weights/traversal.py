@@ -17,6 +17,7 @@ from dmx.models.backbone import decoder_blocks
 from dmx.models.replay import PrefixReplay
 from dmx.models.running import model_logits
 from dmx.models.sharding import is_sharded
+from dmx.models.streaming import stream_of
 from dmx.weights.recorder import Stop, until_stopped
 
 
@@ -30,8 +31,9 @@ class Traversal:
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
         self.model = model
-        device = next(model.parameters()).device
-        self.batches = [batch.to(device) for batch in batches]
+        self.device = next(model.parameters()).device
+        self.stream = stream_of(model)
+        self.batches = [batch.to(self.device) for batch in batches]
         self.blocks: list[nn.Module] = list(decoder_blocks(model) or [])
         self.parts = _parts(model, self.blocks)
         self._others: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -82,20 +84,34 @@ class Traversal:
             handle.remove()
         return first
 
+    def keep(self, x: Tensor) -> Tensor:
+        """What a block reads or gives, until the next one runs: in CPU memory where the blocks lie there."""
+        return x if self.stream is None else self.stream.kept(x)
+
+    def bring(self, block: int) -> None:
+        """Have the weights of a block on the device, until another one runs."""
+        if self.stream is not None:
+            self.stream.enter(block)
+
     def block_runs(self, block: int, hidden: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
         """A pass of one block for each batch, given its inputs; after `first_inputs`."""
+        return [partial(self._run, block, x) for x in hidden]
+
+    def _run(self, block: int, x: Tensor) -> Tensor:
         args, kwargs = self._others[block]
-        return [partial(self.blocks[block], x, *args, **kwargs) for x in hidden]
+        output: Tensor = self.blocks[block](x.to(self.device), *args, **kwargs)
+        return output
 
     def rest_runs(self, hidden: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
         """A pass of what follows the blocks, given the outputs of the last; of all without blocks."""
         if not self.blocks:
             return [partial(model_logits, self.model, batch) for batch in self.batches]
         replay, last = PrefixReplay(self.model), len(self.blocks) - 1
-        return [
-            partial(replay.logits_after, batch, last, [x])
-            for batch, x in zip(self.batches, hidden, strict=True)
-        ]
+
+        def logits(batch: Tensor, x: Tensor) -> Tensor:
+            return replay.logits_after(batch, last, [x.to(self.device)])
+
+        return [partial(logits, b, x) for b, x in zip(self.batches, hidden, strict=True)]
 
 
 def _parts(model: nn.Module, blocks: Sequence[nn.Module]) -> list[dict[str, QuantLinear]]:

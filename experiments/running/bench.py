@@ -28,6 +28,7 @@ from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
+from dmx.models.streaming import in_bytes, stream_of
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
 from dmx.weights.config import GptqConfig
@@ -36,7 +37,6 @@ from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
 
 from ..reporting.record import ModelFacts, Row
-from .guard import console
 from .measuring import measure_losses, measure_tasks
 from .provenance import batches_facts, gpu_peak, reset_gpu_peak, windows_facts
 from .rows import make_row, method_of
@@ -96,11 +96,12 @@ class Bench:
         training_text = None
         if self.training is not None:
             training_text = load_text(data.training) if data.training else calibration_text
-        loaded = load_model(model, run.device, run.processes if run.shards else None)
+        loaded = load_model(
+            model, run.device, run.processes if run.shards else None, memory=run.memory
+        )
         if run.shards:
-            console.print(
-                f"weights are sharded over {run.processes.size} processes (FSDP2); no CUDA graphs",
-                highlight=False,
+            run.say(
+                f"weights are sharded over {run.processes.size} processes (FSDP2); no CUDA graphs"
             )
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         run.model = ModelFacts.from_dict(loaded.provenance, "model")
@@ -134,8 +135,12 @@ class Bench:
             self.tokens = tokens
             run.data["evaluation"] = windows_facts(text, tokens, evaluation.window)
         dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        where = {"device": str(run.device)} | ({"shard": "on"} if run.shards else {})
+        where = {"device": str(run.device), "memory": run.memory}
+        where |= {"shard": "on"} if run.shards else {}
         run.actual |= {"run": where, "model": {"dtype": dtype}}
+        self._stream = stream_of(self.model)
+        if self._stream is not None:
+            run.say(self._stream.describe())
 
     @classmethod
     def of(
@@ -250,11 +255,18 @@ class Bench:
         leaves_files = config.descends or config.polish.rounds > 0
         joint = config.name == "joint"
         batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
+        if self._stream is not None and config.descends:
+            passes = 3 if config.objective == "kl" else 2
+            self.run.say(
+                f"a step copies {in_bytes(passes * self._stream.pass_bytes)} ({passes} passes)"
+            )
+        before = self._moved()
         result = search(
             self.model, batches, budget, config,
             folder=self.run.path(folder) if leaves_files else None,
             score_folder=self.run.path("scores"),
         )  # fmt: skip
+        self._say_copied(config.name, len(result.history), result.seconds, before)
         facts: dict[str, Any] = {"seconds": result.seconds}
         if result.polish:
             facts["kl"] = result.polish[-1]["kl"]
@@ -271,7 +283,7 @@ class Bench:
         if stage == "mse":
             mse = nearest.with_rule("weight", "mse")
             return dataclasses.replace(mse, weights={"name": "mse"}), {}
-        clock = Stopwatch()
+        clock, before = Stopwatch(), self._moved()
         reset_gpu_peak(self.run.device)
         if stage == "gptq":
             done = gptq(
@@ -283,8 +295,21 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder)
+        self._say_copied(stage, 0, clock.seconds, before)
         facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
         return dataclasses.replace(done, weights=facts), {}
+
+    def _moved(self) -> int:
+        """Bytes copied to the device so far, of a model that is held block by block."""
+        return 0 if self._stream is None else self._stream.moved_bytes
+
+    def _say_copied(self, what: str, steps: int, seconds: float, before: int) -> None:
+        """What copying came to beside the time that something took; nothing of a model that is whole."""
+        if self._stream is not None and seconds > 0:
+            copied = self._moved() - before
+            each = f", {seconds / steps:.2f} s a step" if steps else ""
+            rate = in_bytes(int(copied / seconds))
+            self.run.say(f"{what}: {seconds:.1f} s{each}, {in_bytes(copied)} copied, {rate}/s")
 
     def rows(
         self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,12 +56,17 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
                 "another folder."
             )
         write_text(path, config_yaml)
-    elif settings != config_yaml:
+    elif _of_results(settings) != _of_results(config_yaml):
         raise FolderTaken(
             f"run.folder={folder} holds another run (its config.yaml differs). Choose another "
             "folder, or delete that one."
         )
     (folder / ERROR_FILE).unlink(missing_ok=True)
+
+
+def _of_results(config_yaml: str) -> str:
+    """The settings without how a model is held (run.memory), which changes no result: a run may go on otherwise."""
+    return re.sub(r"(?m)^(run:\n(?:  .*\n)*?)  memory: \w+\n", r"\1", config_yaml)
 
 
 @contextmanager
@@ -109,7 +115,11 @@ def is_free_for(folder: Path, config_yaml: str) -> bool:
     """Whether the folder's settings are these, or none are there: another's are another run's, and
     so is the folder."""
     path = folder / CONFIG_FILE
-    return not path.exists() or (path.is_file() and path.read_bytes() == config_yaml.encode())
+    if not path.exists():
+        return True
+    if not path.is_file():
+        return False
+    return _of_results(path.read_text(errors="replace")) == _of_results(config_yaml)
 
 
 def write_error(folder: Path, command: str, error: Exception) -> None:

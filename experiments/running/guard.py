@@ -115,7 +115,8 @@ _LESS_MEMORY = (
     "{}. Set one of these lower: calibration.batch_size, calibration.window, evaluation.batch_size, "
     "eval.batch_size, search.micro_batch, learn.micro_batch; train.batch_size of a training; or "
     "search.descent.gradient_checkpointing=true, learn.gradient_checkpointing=true; or let a search and learning "
-    "find out how many rows fit: search.oom=halve, learn.oom=halve. With other settings the run needs another run.folder."
+    "find out how many rows fit: search.oom=halve, learn.oom=halve. With other settings the run needs another run.folder; "
+    "with run.memory=block, for models larger than a GPU, it goes on in this one."
 )
 
 

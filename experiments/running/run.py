@@ -78,7 +78,7 @@ class Run:
             self.folder = Path(config.folder)
         # The default names a second, which processes need not share.
         self.folder = self.processes.agree(lambda: self.folder)
-        self.device = self.processes.own_device
+        self.device, self.memory = self.processes.own_device, config.memory
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.threads is not None:
@@ -258,6 +258,10 @@ class Run:
         for name in FILES:
             if self.path(name).exists():
                 out.print(f"{name:24} {self.path(name)}", soft_wrap=True, highlight=False)
+
+    def say(self, text: str) -> None:
+        """A line on the terminal."""
+        console.print(text, highlight=False, soft_wrap=True)
 
     def _note_warning(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int,

@@ -14,7 +14,9 @@ from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
 from dmx.formats import BLOCK_FORMATS, check_choice
 from dmx.models import ModelConfig
+from dmx.models.streaming import MEMORIES
 from dmx.processes import launched_sharded, started_together
+from dmx.searching import SearchSettings
 from dmx.weights.config import GptqConfig
 from dmx.weights.learn_config import LearnConfig
 
@@ -162,9 +164,13 @@ class RunConfig:
     accelerate was told so, by --use_fsdp --fsdp_version 2."""
     threads: int | None = None
     """CPU threads of torch; null = its own choice."""
+    memory: str = "all"
+    """all | block: decoder blocks lie in CPU memory, and each is copied to the device to run there; for models larger
+    than a card. Results are the same, and a run may go on with the other one."""
 
     def __post_init__(self) -> None:
         check_choice(self.shard, ("auto", "on", "off"), "run.shard")
+        check_choice(self.memory, MEMORIES, "run.memory")
         if self.threads is not None:
             check_at_least("run.threads", self.threads, 1)
 
@@ -175,7 +181,23 @@ class RunConfig:
             raise ConfigError(
                 "run.shard=off: accelerate was started with --use_fsdp. Use --multi_gpu, or run.shard=auto."
             )
-        return launched or (self.shard == "on" and started_together() > 1)
+        shards = launched or (self.shard == "on" and started_together() > 1)
+        if shards:
+            self.check_whole(f"run.shard={self.shard}, which splits weights over devices,")
+        return shards
+
+    @property
+    def is_by_block(self) -> bool:
+        """Whether models are held block by block."""
+        return self.memory == "block"
+
+    def check_whole(self, what: str) -> None:
+        """Raise ConfigError where a model that is held block by block is given to what needs the whole one."""
+        if self.is_by_block:
+            raise ConfigError(
+                f"run.memory=block: {what} needs the whole model on its device. Use run.memory=all, with run.device=cpu "
+                "where no GPU holds it."
+            )
 
     def torch_device(self) -> torch.device:
         """The device; ConfigError if the asked one is not there."""
@@ -215,6 +237,8 @@ class SearchingRun:
     training: TrainingConfig
     """Batches of `data.training`, for weights that learn, after a search or in it (search.name=joint)."""
     run: RunConfig
+    search: SearchSettings
+    """Of a comparison: of every search, each taking what it uses; its name is taken from `searches`."""
 
     def training_for(
         self, weights: Collection[str], searches: Collection[str]
@@ -223,6 +247,17 @@ class SearchingRun:
         searches learns from it."""
         learns = "learned" in weights or "joint" in searches
         return self.training.beside(self.calibration) if learns else None
+
+    def check_memory(self, searches: Collection[str], weights: Collection[str]) -> None:
+        """Raise where these searches or stages of the weights need the whole model on the device, and do not get it.
+
+        Raises:
+            SearchConfigError, RunError
+        """
+        if self.run.is_by_block:
+            self.search.check_by_block(searches)
+            if "learned" in weights:
+                self.learn.check_by_block()
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

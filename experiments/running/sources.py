@@ -24,7 +24,7 @@ from dmx.models import ModelConfig
 from dmx.searching import SearchConfig, uniform_assignment
 
 from .bench import Bench
-from .settings import ConfigError
+from .settings import ConfigError, RunConfig
 
 _CONFIGS = ("assignment.json", "hf_quant_config.json", "config.json")
 
@@ -109,10 +109,13 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
-def check_files_dtype(sources: Iterable[Source], model: ModelConfig) -> None:
-    """Raise ConfigError for exported files beside a model that is not in bf16, as they are."""
+def check_files(sources: Iterable[Source], model: ModelConfig, run: RunConfig) -> None:
+    """Raise ConfigError for exported files beside a model that is not in bf16 and whole, as they are."""
     files = next((source.name for source in sources if source.files is not None), None)
-    if files is not None and model.dtype != "bfloat16":
+    if files is None:
+        return
+    run.check_whole(f"the exported folder {files}")
+    if model.dtype != "bfloat16":
         raise ConfigError(
             f"model.dtype={model.dtype}: the files of {files} are read in bfloat16, and rows must be "
             "of one dtype. Set model.dtype=bfloat16."

@@ -1,6 +1,7 @@
 """Models with the shapes of their names and random weights, made on the device; their tokens."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,15 @@ class Shape:
 SMOLLM2 = Shape("SmolLM2-135M", 576, 1536, 30, 9, 3, 49152, True)
 LLAMA_1B = Shape("Llama-3.2-1B", 2048, 8192, 16, 32, 8, 128256, True)
 LLAMA_8B = Shape("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128256, False)
+LLAMA_32B = Shape("Llama, 32 B", 5120, 27648, 64, 40, 8, 152064, False)
 TINY = Shape("tiny", 64, 128, 2, 4, 2, 288, True)
 GROWTH = Shape("growth", 1024, 2816, 8, 16, 4, 8192, True)
 
 
-def make_model(shape: Shape, device: str) -> nn.Module:
-    """bf16, random weights, frozen, in eval mode."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def llama_config(shape: Shape) -> Any:
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -41,9 +42,15 @@ def make_model(shape: Shape, device: str) -> nn.Module:
         max_position_embeddings=8192,
         tie_word_embeddings=shape.tied,
     )
+
+
+def make_model(shape: Shape, device: str) -> nn.Module:
+    """bf16, random weights, frozen, in eval mode."""
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(llama_config(shape), dtype=torch.bfloat16)
     return model.eval().requires_grad_(False)
 
 

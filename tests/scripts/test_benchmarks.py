@@ -4,7 +4,7 @@ import json
 import sys
 
 from scripts.benchmarks import __main__ as bench
-from scripts.benchmarks import kernels, peers, report, targets
+from scripts.benchmarks import kernels, large, peers, report, targets
 
 
 def test_exponents_are_slopes_in_logarithms_and_skip_what_is_missing():
@@ -115,3 +115,17 @@ def test_runs_of_other_machines_and_environments_are_merged():
     ]
     text = report.report(body)
     assert text.index("## GPU") < text.index("## CPU") and "new." in text and "old" not in text
+
+
+def test_the_whole_path_of_a_large_model_writes_a_line_a_stage(tmp_path, monkeypatch):
+    out = tmp_path / "large.jsonl"
+    for memory, stages in (("block", ["fisher", "search", "learn"]), ("all", ["export"])):
+        given = ["--shape", "tiny", "--memory", memory, "--steps", "2", "--out", str(out)]
+        monkeypatch.setattr(sys, "argv", ["large", *given, "--stages", *stages])
+        large.main()
+    rows = [row for line in out.read_text().splitlines() if "stage" in (row := json.loads(line))]
+    told = [(row["memory"], row["stage"]) for row in rows]
+    by_block = [("block", name) for name in ("make", "fisher", "search", "learn")]
+    assert told == [*by_block, ("all", "make"), ("all", "export")]
+    assert all(row["seconds"] > 0 and "failed" not in row for row in rows)
+    assert all(row["copied_gb"] > 0 for row in rows[1:4])
