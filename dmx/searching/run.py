@@ -593,8 +593,8 @@ def _check_weights(model: nn.Module) -> None:
 
 def _check_pieces(model: nn.Module, config: SearchConfig) -> None:
     """Refuse what a sharded model cannot do before the search spends anything."""
-    transforms = {f"search.transform={config.transform}": config.transform != "none"}
-    refuse_pieces(model, transforms, "search.transform=none")
+    full = {"search.transform=hadamard_full": config.transform == "hadamard_full"}
+    refuse_pieces(model, full, "search.transform=hadamard_block")
     halves = {"search.oom=halve": config.oom == "halve"}
     refuse_pieces(model, halves, "search.oom=stop with a lower search.micro_batch")
 

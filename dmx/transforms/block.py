@@ -82,9 +82,10 @@ class RotatedLinear(nn.Linear):
 
     @classmethod
     def wrap(cls, linear: nn.Linear, rotation: BlockRotation, weight: nn.Parameter) -> nn.Linear:
-        """weight: the rotated one."""
+        """weight: the rotated one; that of `linear` where it is rotated in its place."""
         layer = adopt(cls, linear)
-        layer._parameters = {**linear._parameters, "weight": weight}
+        if weight is not linear.weight:
+            layer._parameters = {**linear._parameters, "weight": weight}
         layer.input_transform = rotation
         return layer
 

@@ -10,6 +10,7 @@ A transformed model computes the same function up to rounding. Which layers have
 follows from the assignment: those that it quantizes, of hadamard_selected those whose input it names.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,11 +23,11 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
-from dmx.errors import AssignmentError
+from dmx.errors import AssignmentError, ModelError
 from dmx.files import sha256
 from dmx.formats import BLOCK_SIZE
 from dmx.models.linears import fused_group, linear_layers
-from dmx.models.sharding import refuse_pieces
+from dmx.models.sharding import is_piece, own, refuse_pieces, reshard
 from dmx.models.streaming import rest
 from dmx.models.swap import put_back, replace_layers
 from dmx.transforms.block import BlockRotation, RotatedLinear, hadamard_block
@@ -165,9 +166,10 @@ class Transform:
         """
         if self.name == "none":
             return lambda: None
-        refuse_pieces(model, {f"search.transform={self.name}": True}, "search.transform=none")
         rest(model)
         if self.name == "hadamard_full":
+            asked = {"search.transform=hadamard_full": True}
+            refuse_pieces(model, asked, "search.transform=hadamard_block")
             return rotate_residual(model, block_size=self.residual_block)
         inputs = {
             name: fused_group(name) if self.name == "learned" else ""
@@ -182,12 +184,25 @@ class Transform:
             if inputs[name] not in rotations:  # one for all layers that share it
                 rotations[inputs[name]] = BlockRotation(self.rotation(name))
             rotation = rotations[inputs[name]]
+            if is_piece(linear.weight):
+                if uses[id(linear.weight)] > 1:
+                    raise ModelError(
+                        f"search.transform={self.name}: {name} shares its weight with another module, and the model is "
+                        "sharded over processes, where it would be rotated for both. Leave it in BF16 "
+                        "(search.exclude), or use run.shard=off."
+                    )
+                rows[name] = own(linear.weight).cpu().clone()
+                return RotatedLinear.wrap(linear, rotation, linear.get_parameter("weight"))
             weight = nn.Parameter(rotation.of_weight(linear.weight), linear.weight.requires_grad)
             return RotatedLinear.wrap(linear, rotation, weight)
 
+        rows: dict[str, Tensor] = {}
+        reshard(model)
+        uses = Counter(id(p) for module in model.modules() for p in module.parameters(False))
         originals = replace_layers(model, make)
+        _rotate_rows(model, rows)
         # Not a closure: copies of the model then put their own layers back.
-        return partial(_put_back, model, originals)
+        return partial(_put_back, model, originals, rows)
 
 
 def _are_inputs(named: Any, layers: Iterable[str]) -> bool:
@@ -197,9 +212,28 @@ def _are_inputs(named: Any, layers: Iterable[str]) -> bool:
     return set(named) <= {fused_group(layer) for layer in layers}
 
 
-def _put_back(model: nn.Module, originals: Mapping[str, nn.Linear]) -> None:
+@torch.no_grad()
+def _rotate_rows(model: nn.Module, rows: Mapping[str, Tensor]) -> None:
+    """Of a sharded model, in place: each row is rotated by itself, and what gathers weights knows these."""
+    layers: Any = linear_layers(model) if rows else {}
+    for name in rows:
+        layer = layers[name]
+        mine = own(layer.weight)
+        mine.copy_(layer.input_transform.of_weight(mine))
+
+
+@torch.no_grad()
+def _put_back(
+    model: nn.Module, originals: Mapping[str, nn.Linear], rows: Mapping[str, Tensor]
+) -> None:
+    reshard(model)
     rest(model)
+    layers = linear_layers(model) if rows else {}
+    for name, kept in rows.items():
+        own(layers[name].weight).copy_(kept)
     for name, linear in originals.items():
+        if name in rows:
+            continue
         now = model.get_submodule(name).get_parameter("weight")
         # Itself, unless the model has moved in the meantime.
         linear.weight.data = linear.weight.data.to(now.device, now.dtype)

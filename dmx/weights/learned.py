@@ -540,7 +540,12 @@ def _prepare(
     undo = transform.install(model, assignment.transformed)
     try:
         layers = starting_weights(linear_layers(model), assignment)
-        weights = {name: layer.weight.detach() for name, layer in layers.items()}
+        # What is rotated in its place is rotated back in it, too.
+        in_place = transform.name in RUN_TIME_TRANSFORMS and is_sharded(model)
+        weights = {
+            name: layer.weight.detach().clone() if in_place else layer.weight.detach()
+            for name, layer in layers.items()
+        }
         rotations = {
             name: getattr(layer, "input_transform", None) for name, layer in layers.items()
         }
