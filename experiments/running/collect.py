@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ..reporting.stages import usual_drawn, with_stage
 from .folder import ERROR_FILE
 from .run import Run
 
+_NUMBERS_FROM = ("torch", "transformers", "dmx")
 _TRACE_FILES = ("history.jsonl", "offsets.npz", "polish.jsonl")
 
 
@@ -48,8 +50,32 @@ def collect_runs(source: Path, run: Run) -> None:
         if folder not in records:
             error = json.loads((folder / ERROR_FILE).read_text())
             run.warnings.append(f"run {folder.name} failed: {error['error']}")
+    run.warnings += machines_differ(records)
     run.model, run.data = first.model, dict(first.data)
     run.actual |= {"collected": len(records), "failed": len(folders) - len(records)}
+    run.actual["machines"] = machines_of(records)
+
+
+def machines_of(records: Mapping[Path, Record]) -> dict[str, int]:
+    """Device and versions that numbers depend on -> how many runs ran there."""
+    return dict(Counter(_machine(record) for record in records.values()))
+
+
+def _machine(record: Record) -> str:
+    versions = ", ".join(f"{name} {record.versions.get(name)}" for name in _NUMBERS_FROM)
+    return f"{record.device.name} ({versions})"
+
+
+def machines_differ(records: Mapping[Path, Record]) -> list[str]:
+    """A warning where not all runs ran on one kind of machine."""
+    machines = machines_of(records)
+    if len(machines) < 2:
+        return []
+    said = "; ".join(f"{count} on {machine}" for machine, count in machines.items())
+    return [
+        f"the runs are of {len(machines)} kinds of machines: {said}. Seconds and memory of their rows do not compare, and "
+        "perplexities differ by what kernels and versions do."
+    ]
 
 
 def _model(record: Record) -> tuple[str, str]:

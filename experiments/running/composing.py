@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from dmx.formats import check_choice
 from dmx.searching.config import DescentConfig
 
+from .cards import visible_cards
 from .settings import CONFIGS, ConfigError
 
 _OWN_NAMES = {
@@ -60,6 +61,8 @@ def check_overrides(arguments: Sequence[str], command: str) -> None:
         if command == "compare" and group.split(".")[0] == "budget":
             raise ConfigError(f"{argument}: experiments.compare takes several: budgets=[4.5,5]")
         if not has_value or not (CONFIGS / group).is_dir() or set("($") & set(value):
+            continue
+        if group.startswith("hydra/"):  # plugins have more of them
             continue
         known = tuple(sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")))
         for name in value.strip("[]'\"").split(","):
@@ -181,3 +184,9 @@ def defaults(cls: type) -> dict[str, Any]:
 def register(command: str, schema: type) -> None:
     """The fields of a command's schema with their defaults, as the first entry of its root config."""
     ConfigStore.instance().store(name=f"_{command}", node=defaults(schema), package="_global_")
+    OmegaConf.register_new_resolver("visible_gpus", visible_gpus, replace=True)
+
+
+def visible_gpus() -> int:
+    """How many runs `hydra/launcher=gpus` starts at once; 1 where there is no GPU."""
+    return max(1, len(visible_cards()))

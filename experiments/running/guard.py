@@ -20,6 +20,7 @@ from dmx.errors import DmxError
 from dmx.models.memory import is_out_of_memory
 from dmx.processes import own_rank
 
+from .cards import own_card
 from .composing import check_overrides, register
 from .folder import FolderTaken, is_free_for, write_error
 from .overrides import understood
@@ -89,6 +90,8 @@ def with_folder(cfg: DictConfig, folder: Path) -> DictConfig:
 
 def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> Any:
     try:
+        if is_sweep():
+            _take_card(cfg)
         return stopping_at_an_interrupt(task, cfg)
     except Exception as error:
         if is_sweep():
@@ -105,6 +108,18 @@ def _guard(task: Callable[[DictConfig], Any], command: str, cfg: DictConfig) -> 
     except KeyboardInterrupt:
         console.print("interrupted; the same command in the same run.folder goes on from here")
         sys.exit(130)
+
+
+def _take_card(cfg: DictConfig) -> None:
+    """A GPU of its own for this run of a sweep, said where it is one of several."""
+    card = own_card(str(OmegaConf.select(cfg, "run.device")))
+    if card is not None:
+        beside = (
+            f", beside {card.sharing} other runs: fewer at once do not share"
+            if card.sharing
+            else ""
+        )
+        console.print(f"this run takes GPU {card.name}{beside}", highlight=False)
 
 
 class OutOfMemory(DmxError):

@@ -33,6 +33,7 @@ from ..reporting.report import write_report
 from ..reporting.tables import terminal_table
 from ..reporting.verdicts import verdict_texts, worse_than_uniform
 from ..reporting.zero_shot_tables import zero_shot_terminal
+from .cards import held_card
 from .folder import CONFIG_FILE, claim, hold, release, write_error
 from .guard import console, is_sweep, show_error, sweep_folder, with_folder
 from .memory import keep_freed_memory
@@ -203,6 +204,8 @@ class Run:
             self._note(text)
         if self.processes.size > 1:
             self.actual["processes"] = self.processes.size
+        if (card := held_card()) is not None:
+            self.actual["gpu"] = card.name
         record = Record(
             command=self.command,
             started=time_text(self.started),

@@ -1,5 +1,6 @@
 """A sweep that was killed, and had a run that failed, goes on where it stood; collect joins it."""
 
+import importlib
 import json
 import os
 import signal
@@ -9,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 
+from experiments.running.settings import CONFIGS
 from tests.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +89,10 @@ def test_a_sweep_goes_on_with_just_the_runs_that_are_not_finished(tmp_path):
     assert {i: third[i] for i in second} == second, "finished runs must not run again"
     assert not (tmp_path / "sweep" / str(FAILING) / "error.json").exists()
 
+    elsewhere = tmp_path / "sweep" / "2" / "record.json"
+    body = json.loads(elsewhere.read_text())
+    body["device"]["name"] = "another machine's card"
+    elsewhere.write_text(json.dumps(body))
     joined = Forked(
         "-m", "experiments.compare", f"collect={tmp_path}/sweep", f"run.folder={tmp_path}/joined"
     )
@@ -93,46 +100,103 @@ def test_a_sweep_goes_on_with_just_the_runs_that_are_not_finished(tmp_path):
     record = json.loads((tmp_path / "joined" / "record.json").read_text())
     assert len(record["results"]) == len(NAMES)
     assert record["actual"]["collected"] == len(NAMES)
+    assert list(record["actual"]["machines"].values()) == [2, 1]
+    assert any("1 on another machine's card" in said for said in record["warnings"])
     for row in record["results"]:
         assert (tmp_path / "joined" / row["assignment"]).exists()
     assert (tmp_path / "joined" / "report.html").exists()
     assert len((tmp_path / "joined" / "results.csv").read_text().splitlines()) == len(NAMES) + 1
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_runs_of_a_sweep_go_through_other_launchers(launcher, tmp_path):
-    pytest.importorskip(
-        {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit"}[launcher],
-        reason="needs pip install -e '.[sweep]'",
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "experiments.search",
-            "-m",
-            f"hydra/launcher={launcher}",
-            "model=tiny_random",
-            "data=synthetic",
-            "calibration.window=64",
-            "calibration.batches=2",
-            "evaluation.window=64",
-            "evaluation.max_windows=2",
-            "search.steps=2",
-            "baselines=[]",
-            "budget.limit=4.5,5.0",
-            f"hydra.sweep.dir={tmp_path}/sweep",
-        ],
+def _needs(module: str) -> None:
+    pytest.importorskip(module, reason="needs pip install -e '.[sweep]'")
+
+
+JOBLIB, SUBMITIT = "hydra_plugins.hydra_joblib_launcher", "hydra_plugins.hydra_submitit_launcher"
+SMALL = (
+    "model=tiny_random",
+    "data=synthetic",
+    "calibration.window=64",
+    "calibration.batches=2",
+    "evaluation.window=64",
+    "evaluation.max_windows=2",
+    "baselines=[]",
+)
+
+
+def _launched(launcher: str, folder: Path, *settings: str, cards: str = "") -> subprocess.Popen:
+    command = [sys.executable, "-m", "experiments.search", "-m", f"hydra/launcher={launcher}"]
+    return subprocess.Popen(
+        [*command, *SMALL, *settings, f"hydra.sweep.dir={folder}/sweep"],
         cwd=ROOT,
-        env=_environment(),
-        capture_output=True,
+        env=_environment() | {"CUDA_VISIBLE_DEVICES": cards},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    limits = [
-        json.loads((tmp_path / "sweep" / n / "record.json").read_text())["results"][0]["budget"][
-            "limit"
-        ]
-        for n in ("0", "1")
-    ]
+
+
+def _record(folder: Path, run: int) -> dict:
+    return json.loads((folder / "sweep" / str(run) / "record.json").read_text())
+
+
+@pytest.mark.parametrize(("launcher", "module"), [("joblib", JOBLIB), ("submitit_local", SUBMITIT)])
+def test_runs_of_a_sweep_go_through_other_launchers(launcher, module, tmp_path):
+    _needs(module)
+    process = _launched(launcher, tmp_path, "search.steps=2", "budget.limit=4.5,5.0")
+    said = process.communicate()[0]
+    assert process.returncode == 0, said[-2000:]
+    limits = [_record(tmp_path, n)["results"][0]["budget"]["limit"] for n in (0, 1)]
     assert limits == [4.5, 5.0]
+
+
+def test_runs_at_once_take_a_gpu_each_of_those_that_are_visible(tmp_path):
+    _needs(JOBLIB)
+    cards = f"GPU-{os.getpid()}a", f"GPU-{os.getpid()}b"
+    process = _launched(
+        "gpus", tmp_path, "search.steps=2", "budget.limit=4.5,4.75,5.0", cards=",".join(cards)
+    )
+    said = process.communicate()[0]
+    assert process.returncode == 0, said[-2000:]
+    assert {_record(tmp_path, n)["actual"]["gpu"] for n in range(3)} == set(cards)
+    assert "beside" not in said, "two at once, for two GPUs are visible"
+
+
+def _task_of(folder: Path, deadline: float) -> int:
+    """Process of the only job that submitit runs here, once its search takes steps; its folder is named by the process
+    that watches over it."""
+    history = folder / "sweep" / "0"
+    while not list(history.rglob("history.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(history.rglob("history.jsonl")), "the search took no step"
+    (job,) = (p.name for p in (folder / "sweep" / ".submitit").iterdir() if p.name.isdecimal())
+    children = Path(f"/proc/{job}/task/{job}/children").read_text().split()
+    return int(children[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_job_that_is_preempted_is_queued_again_and_goes_on(tmp_path):
+    _needs(SUBMITIT)
+    settings = "search.steps=60", "search.descent.checkpoint_every=2", "budget.limit=4.5"
+    process = _launched("submitit_local", tmp_path, *settings)
+    os.kill(_task_of(tmp_path, time.monotonic() + 600), signal.SIGUSR2)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said[-2000:]
+    logs = "".join(p.read_text() for p in (tmp_path / "sweep" / ".submitit").rglob("*_log.*"))
+    assert "Requeued job" in logs
+    (history,) = (tmp_path / "sweep" / "0").rglob("history.jsonl")
+    steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
+    assert steps == list(range(60)) and _record(tmp_path, 0)["results"]
+
+
+def test_a_job_of_slurm_asks_for_one_gpu_and_is_queued_again():
+    _needs(SUBMITIT)
+    importlib.import_module("experiments.search")  # which registers its settings
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        settings = compose(
+            "search",
+            ["hydra/launcher=slurm", "hydra.launcher.partition=gpu"],
+            return_hydra_config=True,
+        ).hydra.launcher
+    assert settings.gpus_per_task == 1 and settings.max_num_timeout > 0
+    assert settings.partition == "gpu" and settings._target_.endswith("SlurmLauncher")
