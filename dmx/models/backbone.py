@@ -67,13 +67,18 @@ def unread_layers(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def unreached_layers(
-    model: nn.Module, batches: Iterable[Tensor], micro: MicroBatch | None = None
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    micro: MicroBatch | None = None,
+    *,
+    whole: bool = False,
 ) -> list[str]:
-    """Linear layers that no token of the batches runs; ends with the batch that leaves none.
+    """Linear layers that no token of the batches runs.
 
     Args:
         batches: (batch, length) int64.
         micro: rows that run at a time, None: whole batches.
+        whole: run all batches, for others that look on; else it ends with the batch that leaves no layer.
 
     Raises:
         ModelError: the model does not run on token ids alone.
@@ -90,7 +95,7 @@ def unreached_layers(
         with evaluating(model):
             for batch in batches:
                 _run(model, batch.to(device), micro)
-                if not waiting:
+                if not (waiting or whole):
                     break
     finally:
         for handle in handles:

@@ -14,7 +14,7 @@ router is no linear layer in transformers 5 and stays as it is.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import lcm
@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from dmx.errors import ModelError
 from dmx.models.backbone import text_config
 from dmx.models.linears import plain_name
-from dmx.models.memory import MicroBatch
 from dmx.models.products import Groups, product
-from dmx.models.running import evaluating, model_logits
 from dmx.models.streaming import rest
 from dmx.models.swap import set_module
 
@@ -43,6 +41,8 @@ _LAYOUT = {
     "has_post_expert_norm": False,
 }
 """What such a class says of its parameters."""
+_LAST_OF_EXPERT = ("down_proj", ".w2")
+"""Ends of names of the layer that gives an expert's output."""
 _ORIGINALS = "_dmx_experts"
 _MEMBER = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<kind>.+)")
 _STACKED = re.compile(r"(?P<experts>.*\bexperts)\.(?P<kind>gate_up_proj|down_proj)")
@@ -249,16 +249,13 @@ def _linear(weight: Tensor, experts: Any, *, stacked: bool = False) -> nn.Linear
     return layer
 
 
-@torch.no_grad()
-def expert_tokens(
-    model: nn.Module, batches: Iterable[Tensor], micro: MicroBatch | None = None
-) -> dict[str, list[int]]:
-    """path of the experts of a block -> how many tokens of the batches each expert is given; {} without experts.
+@contextmanager
+def counting_tokens(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """path of the experts of a block -> how many tokens each expert is given while the model runs inside, (experts,) int64
+    on the CPU; {} without experts.
 
     Args:
         model: with its experts in a form, if they lie in 3-D parameters.
-        batches: (batch, length) int64.
-        micro: rows that run at a time, which memory is known to hold; None: whole batches.
     """
     blocks: dict[str, Tensor] = {}
     handles = []
@@ -280,16 +277,17 @@ def expert_tokens(
                 expert.register_forward_pre_hook(partial(given, path, index))
                 for index, expert in enumerate(module)
             ]
-    device = next(model.parameters()).device
     try:
-        with evaluating(model):
-            for batch in batches if blocks else ():
-                for part in (batch,) if micro is None else micro.parts(batch):
-                    model_logits(model, part.to(device))
+        yield blocks
     finally:
         for handle in handles:
             handle.remove()
-    return {path: counts.tolist() for path, counts in blocks.items()}
+
+
+def kind_of_expert(layer: str) -> tuple[str, bool] | None:
+    """Of an expert's layer: the experts that it is one of, and whether it is the last of its own; None for others."""
+    path = experts_path(layer)
+    return None if path is None else (path, layer.endswith(_LAST_OF_EXPERT))
 
 
 def install_experts(model: nn.Module, form: Form | None) -> Callable[[], None]:

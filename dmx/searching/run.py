@@ -25,7 +25,7 @@ from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
 from dmx.models.backbone import text_config, unreached_layers, unread_layers
-from dmx.models.experts import expert_tokens, experts_path, linear_experts
+from dmx.models.experts import counting_tokens, experts_path, linear_experts
 from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
 from dmx.models.in_files import float32_layers
@@ -206,13 +206,14 @@ def _search(
     _warn_of_architecture(model, config)
     listed = list_batches(batches, model)
     device = next(model.parameters()).device
-    Processes(device).check_same_batches(batches_sha256(listed))
+    hashed = batches_sha256(listed)
+    Processes(device).check_same_batches(hashed)
     config.check_batches(len(listed))
     check_finite_weights(model)
     where = None if folder is None else Path(folder)
     if where is not None and own_rank() == 0:
         check_writable(where)
-    found = _Unreached(model, listed, where, config.rows_at_a_time())
+    found = _Unreached(model, listed, hashed, where, config.rows_at_a_time())
     _warn_of_rare_experts(found.expert_tokens, config)
     unreached = _alone(found.layers, model, config)
     if unreached or unread_layers(model):
@@ -222,7 +223,7 @@ def _search(
     if score_folder is None and where is not None:
         score_folder = where / "scores"
     scores = None if score_folder is None else Path(score_folder)
-    job = _Job(model, listed, space, budget, config, where, scores, unreached)
+    job = _Job(model, listed, hashed, space, budget, config, where, scores, unreached)
     # Whatever mode the caller is in: gradients are needed, and numbers must not depend on autocast.
     with (
         torch.inference_mode(False),
@@ -283,6 +284,7 @@ class _Job:
         self,
         model: nn.Module,
         batches: list[Tensor],
+        hashed: str,
         space: SearchSpace,
         budget: Budget,
         config: SearchConfig,
@@ -290,7 +292,8 @@ class _Job:
         score_folder: Path | None,
         unreached: Sequence[str],
     ) -> None:
-        self.model, self.batches, self.space = model, batches, space
+        """hashed: `batches_sha256` of the batches."""
+        self.model, self.batches, self.hashed, self.space = model, batches, hashed, space
         self.unreached = unreached
         self.budget, self.config = budget, config
         self.folder, self.score_folder = folder, score_folder
@@ -446,7 +449,7 @@ class _Job:
         body = {
             "config": settings,
             "budget": asdict(self.budget),
-            "batches": batches_sha256(self.batches),
+            "batches": self.hashed,
             **self.identity,
             "transform": transform.key(),
         }
@@ -478,7 +481,7 @@ def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
     if own in loader.renamed:
         warnings.warn(
             f"search.target={config.target}: {loader.name} reads the experts of {own!r} under other names than exports "
-            "hold, and cannot load them. search.target=transformers restricts the search to what transformers loads.",
+            "for it hold, and cannot load them. search.target=vllm is for files that it loads.",
             stacklevel=3,
         )
 
@@ -487,18 +490,23 @@ class _Unreached:
     """`unreached_layers`, kept in a search's folder once it has ended: then the model is not run again."""
 
     def __init__(
-        self, model: nn.Module, batches: list[Tensor], folder: Path | None, micro: MicroBatch
+        self,
+        model: nn.Module,
+        batches: list[Tensor],
+        hashed: str,
+        folder: Path | None,
+        micro: MicroBatch,
     ) -> None:
+        """hashed: `batches_sha256` of the batches."""
         self.path = None if folder is None else folder / UNREACHED_FILE
-        self.of = {"layers": list(linear_layers(model)), "batches": batches_sha256(batches)}
+        self.of = {"layers": list(linear_layers(model)), "batches": hashed}
         processes = Processes(next(model.parameters()).device)
         known = processes.agree(self._known)
         if known is None:
             own = [processes.own_rows(batch) for batch in batches]
-            known = (
-                _unreached_by_all(model, own, processes, micro),
-                _total_tokens(expert_tokens(model, own, micro), processes),
-            )
+            with counting_tokens(model) as tokens:
+                unreached = unreached_layers(model, own, micro, whole=bool(tokens))
+            known = _unreached_by_all(model, unreached, processes), _total_tokens(tokens, processes)
         self.layers, self.expert_tokens = known
 
     def _known(self) -> tuple[list[str], dict[str, list[int]]] | None:
@@ -529,21 +537,22 @@ def _alone(unreached: Sequence[str], model: nn.Module, config: SearchSettings) -
     return [name for name in unreached if experts_path(name) not in reached - {None}]
 
 
-def _unreached_by_all(
-    model: nn.Module, own: list[Tensor], processes: Processes, micro: MicroBatch
-) -> list[str]:
-    """`unreached_layers` of batches whose rows several processes share."""
-    unreached = set(unreached_layers(model, own, micro))
-    names = list(linear_layers(model))
+def _unreached_by_all(model: nn.Module, own: Sequence[str], processes: Processes) -> list[str]:
+    """Layers that no process runs, which share the rows of batches.
+
+    Args:
+        own: those that this one does not run.
+    """
+    names, unreached = list(linear_layers(model)), set(own)
     flags = torch.tensor([name in unreached for name in names], device=processes.own_device)
     counts = processes.total(flags.int()).tolist()
     return [n for n, count in zip(names, counts, strict=True) if count == processes.size]
 
 
-def _total_tokens(own: dict[str, list[int]], processes: Processes) -> dict[str, list[int]]:
+def _total_tokens(own: Mapping[str, Tensor], processes: Processes) -> dict[str, list[int]]:
     """Tokens of each expert, of the rows of all processes."""
     return {
-        path: processes.total(torch.tensor(counts, device=processes.own_device)).tolist()
+        path: processes.total(counts.to(processes.own_device)).tolist()
         for path, counts in own.items()
     }
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmx.applying.linear import QuantLinear
 from dmx.formats import BlockFormat
-from dmx.models.experts import experts_path
+from dmx.models.experts import kind_of_expert
 from dmx.processes import Processes
 
 
@@ -91,20 +91,14 @@ def stages_of(part: dict[str, QuantLinear], run: Callable[[], object]) -> list[S
         return [Stage(list(part), shares_input=False)]
     together: dict[Any, list[str]] = {}
     for key, names in stages.items():
-        kind = _kind_of_expert(names[0])
+        kind = kind_of_expert(names[0])
         together.setdefault(key if kind is None else kind, []).extend(names)
     for kind in [key for key in together if not isinstance(key, int)]:
         # In the order of the model: processes see experts run in different ones.
-        together[kind] = [name for name in part if _kind_of_expert(name) == kind]
-    idle = [name for name in idle if _kind_of_expert(name) not in together]
+        together[kind] = [name for name in part if kind_of_expert(name) == kind]
+    idle = [name for name in idle if kind_of_expert(name) not in together]
     made = [Stage(names, shares_input=isinstance(key, int)) for key, names in together.items()]
     return [*made, *([Stage(idle, shares_input=False)] if idle else [])]
-
-
-def _kind_of_expert(layer: str) -> tuple[str, bool] | None:
-    """Of an expert's layer: the experts that it is one of, and whether it is the last of its own."""
-    path = experts_path(layer)
-    return None if path is None else (path, layer.endswith(("down_proj", ".w2")))
 
 
 def record(

@@ -8,10 +8,11 @@ import transformers as tf
 from torch import nn
 
 from dmx.errors import ModelError
+from dmx.models.backbone import unreached_layers
 from dmx.models.experts import (
     KNOWN_EXPERTS,
+    counting_tokens,
     expert_layers,
-    expert_tokens,
     experts_modules,
     experts_path,
     form_of,
@@ -107,12 +108,13 @@ def test_tokens_are_counted_expert_by_expert():
     handle.remove()
     wanted = torch.stack(given).flatten().bincount(minlength=4).tolist()
     for form in ("stacked", "split"):
-        with linear_experts(model, form):
-            counts = expert_tokens(model, batches)
+        with linear_experts(model, form), counting_tokens(model) as counts:
+            assert unreached_layers(model, batches, whole=True) == []
         assert list(counts) == BLOCKS
-        assert counts[BLOCKS[0]] == wanted
+        assert counts[BLOCKS[0]].tolist() == wanted
         assert sum(wanted) == 2 * 2 * 16 * 3
-    assert expert_tokens(nn.Linear(2, 2), []) == {}
+    with counting_tokens(nn.Linear(2, 2)) as counts:
+        assert counts == {}
 
 
 @pytest.mark.parametrize("kernel", [True, False])
