@@ -7,10 +7,15 @@ MX formats, which ran; no card ran it yet.
 
 from collections.abc import Iterable
 
+from dmx.assignment.targets import TARGETS
+
 WEIGHTS_ALONE = "weights alone"
 NATIVE = "native"
 NATIVE_INPUTS = "native, inputs quantized always"
 BY_HUMMING = "by Humming where it is installed, else emulated and slow"
+EMULATED = "emulated"
+"""Dequantized, then multiplied."""
+NOT_LOADED = "-"
 
 SOURCE = "vLLM 0.32"
 """In whose source the table below was read."""
@@ -33,14 +38,17 @@ HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("humming", "vLLM"): _HUMMING,
     ("modelopt_checkpoint", "vLLM"): _MODELOPT,
 }
-"""target and loader -> format -> card -> words. Loaders that are not here multiply dequantized values: emulated."""
+"""target and loader -> format -> card -> words. Loaders that are not here are `EMULATED`."""
 
 
 def how_it_runs(target: str, loader: str, card: str, formats: Iterable[str]) -> dict[str, str]:
-    """format -> how a loader runs a layer of it on a card; "-" where it does not load it.
+    """format -> how a loader runs a layer of it on a card; `NOT_LOADED` where it does not load it.
 
     Args:
         target: of `dmx.assignment.targets.TARGETS`. card: of CARDS.
     """
-    known = HOW_IT_RUNS[target, loader]
-    return {f: known[f][card] if f in known else "-" for f in formats if f != "bf16"}
+    known = HOW_IT_RUNS.get((target, loader))
+    read = {f for one in TARGETS[target].loaders if one.name == loader for f in one.formats}
+    if known is None:
+        known = {f: dict.fromkeys(CARDS, EMULATED) for f in read}
+    return {f: known[f][card] if f in known else NOT_LOADED for f in formats if f != "bf16"}

@@ -81,15 +81,15 @@ VLLM_ARCHITECTURES = frozenset(
         "nemotron",
     ]
 )
-"""Values of model_type whose merged modules were read in vLLM 0.20: `FUSED_GROUPS` is all that it merges there."""
+"""Values of model_type whose merged modules were read in vLLM 0.20 and 0.32: `FUSED_GROUPS` is all that it merges there."""
 VLLM_UNQUANTIZED = (".gate", ".router", ".router.layer", ".shared_expert_gate", ".weights_proj")
 """Ends of names of layers that vLLM 0.20 builds with quant_config=None: routers, gates of shared experts, weights of
 an indexer. A few of its models quantize their router; it is left alone there, too."""
 
 
-VLLM_RENAMED = frozenset({"mixtral"})
-"""Values of model_type whose experts vLLM 0.20 reads under names of their own, `block_sparse_moe.experts.7.w1`, and not
-under those that transformers 5 gives them, `mlp.experts.7.gate_proj`."""
+VLLM_OWN_NAMES = frozenset({"mixtral"})
+"""Values of model_type whose experts vLLM 0.32 reads under the names of the models' own files,
+`block_sparse_moe.experts.7.w1`, and not under those that transformers 5 gives them, `mlp.experts.7.gate_proj`."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,8 @@ class Target:
     loaders: tuple[Loader, ...]
     needs_fused_units: bool = False
     """True: the export refuses an assignment with a split fused group, whatever loads it."""
+    own_names: frozenset[str] = frozenset()
+    """Values of model_type whose experts the files have one by one, under the names of the models' own files."""
 
     @property
     def held_to(self) -> Loader:
@@ -180,10 +182,10 @@ TARGETS: dict[str, Target] = {
                 rotates_inputs=True,
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
-                renamed=VLLM_RENAMED,
             ),
         ),
         needs_fused_units=True,
+        own_names=VLLM_OWN_NAMES,
     ),
     "compressed_tensors, profile transformers": Target(
         _CT_TRANSFORMERS,
@@ -202,7 +204,7 @@ TARGETS: dict[str, Target] = {
                 notes=("before 0.32 no MXFP8",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
-                renamed=VLLM_RENAMED,
+                renamed=VLLM_OWN_NAMES,
             ),
             Loader(
                 "transformers + amd-quark",
@@ -223,10 +225,10 @@ TARGETS: dict[str, Target] = {
                 notes=("never run from these folders",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
-                renamed=VLLM_RENAMED,
             ),
         ),
         needs_fused_units=True,
+        own_names=VLLM_OWN_NAMES,
     ),
     "modelopt_checkpoint": Target(
         _MODELOPT_FORMATS,
@@ -240,7 +242,6 @@ TARGETS: dict[str, Target] = {
                 per_tensor=True,
                 notes=("run on a CPU alone" if name == "vLLM" else "never run from these folders",),
                 unquantized=VLLM_UNQUANTIZED if name == "vLLM" else (),
-                renamed=VLLM_RENAMED if name == "vLLM" else frozenset(),
             )
             for name, requires in (
                 ("vLLM", "vLLM >= 0.26"),
@@ -249,6 +250,7 @@ TARGETS: dict[str, Target] = {
             )
         ),
         needs_fused_units=True,
+        own_names=VLLM_OWN_NAMES,
     ),
     "torchao": Target(
         _ALL_FORMATS,

@@ -10,10 +10,10 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -168,8 +168,43 @@ def with_stacked_experts(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-READERS = {"modelopt": modelopt_weights, "humming": humming_weights, "experts": decompressed}
-"""What reads a folder that transformers does not load as it is."""
+_OWN_NAMES = {
+    r"\.block_sparse_moe\.(?=(gate|experts)\.)": ".mlp.",
+    r"(?<=\.experts\.)(\d+)\.w1\.": r"\1.gate_proj.",
+    r"(?<=\.experts\.)(\d+)\.w3\.": r"\1.up_proj.",
+    r"(?<=\.experts\.)(\d+)\.w2\.": r"\1.down_proj.",
+}
+"""Of Mixtral's files -> what transformers calls them."""
+
+
+def transformers_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict under the names of transformers, where files have the model's own."""
+    if not any(".block_sparse_moe." in name for name in state):
+        return state
+    renamed = {}
+    for name, tensor in state.items():
+        for own, new in _OWN_NAMES.items():
+            name = re.sub(own, new, name)
+        renamed[name] = tensor
+    return renamed
+
+
+class Reader(NamedTuple):
+    """What reads a folder that transformers does not load as it is."""
+
+    weights: Callable[[Path], dict[str, Tensor]]
+    """folder -> state dict in bf16"""
+    whose: str
+    """Whose arithmetic that is, in words."""
+
+
+TRANSFORMERS, MODELOPT, HUMMING, EXPERTS = "transformers", "modelopt", "humming", "experts"
+READERS = {
+    MODELOPT: Reader(modelopt_weights, "modelopt's formulas"),
+    HUMMING: Reader(humming_weights, "humming's formulas"),
+    EXPERTS: Reader(decompressed, "compressed-tensors' own decompressors"),
+}
+"""All but `TRANSFORMERS`, which loads folders as they are."""
 
 
 def load_dequantized(
@@ -182,7 +217,7 @@ def load_dequantized(
     del config.quantization_config
     options = {} if attention is None else {"attn_implementation": attention}
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
-    state = READERS[reader](folder)
+    state = transformers_names(READERS[reader].weights(folder))
     if any(name.endswith(".experts.gate_up_proj") for name in model.state_dict()):
         state = with_stacked_experts(state)
     info = model.load_state_dict(state, strict=False)

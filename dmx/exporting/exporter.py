@@ -19,6 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
+from dmx.exporting.names import file_names, has_own_names
 from dmx.exporting.plan import Plan, check_biases, check_names, check_verifiable, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
@@ -27,6 +28,7 @@ from dmx.exporting.verify import Verification, check_files, check_loading
 from dmx.exporting.writing import check_disk_space, new_folder, write_tensors
 from dmx.files import write_json, write_text
 from dmx.models import ModelConfig, load_model, meta_model
+from dmx.models.experts import linear_experts
 from dmx.models.finite import check_finite_weights
 from dmx.models.linears import plain_model
 from dmx.models.searchable import check_whole
@@ -168,9 +170,12 @@ def write_plan(
     result = Exported(folder, plan.target, plan.profile, plan.inputs, input_rule=plan.input_rule)
     transform = Transform() if plan.layout is None else Transform.of(plan.assignment)
     quantized = plan.assignment.transformed
+    form = plan.assignment.experts_form(model)
+    if plan.layout is not None and has_own_names(model, plan.holds):
+        form = "split"
     with (
         new_folder(folder) as scratch,
-        plan.assignment.linear_experts(model),
+        linear_experts(model, form),
         transformed(model, transform, quantized),
     ):
         if plan.layout is None:
@@ -205,15 +210,20 @@ def _write_weights(
 ) -> dict[str, int]:
     """Tensors and config; returns the bytes, compared with the plan."""
     tensors = plan_tensors(model, plan)
-    metadata = layout.metadata(plan.layers, list(tensors.plain))
-    total = write_tensors(tensors.parts, folder, metadata, max_shard_bytes)
-    config = layout.config(plan.layers, [*plan.kept, *other_modules(model, plan)])
+    named = file_names(model, plan.holds)
+    layers = {named(layer): own for layer, own in plan.layers.items()}
+    plain = {named(name): spec for name, spec in tensors.plain.items()}
+    kept = [named(layer) for layer in plan.kept]
+    metadata = layout.metadata(layers, list(plain))
+    parts = [part.renamed(named) for part in tensors.parts]
+    total = write_tensors(parts, folder, metadata, max_shard_bytes)
+    config = layout.config(layers, [*kept, *map(named, other_modules(model, plan))])
     if plan.rotation is not None:
-        config[KEY] = transform_config(plan.rotation, plan.layers)
+        config[KEY] = transform_config(plan.rotation, layers)
     _write_config(model, folder, config, is_head_apart(model, plan))
-    for name, body in layout.files(plan.layers, plan.kept).items():
+    for name, body in layout.files(layers, kept).items():
         write_json(folder / name, body)
-    return {"total": total, **check_files(folder, plan, tensors.plain)}
+    return {"total": total, **check_files(folder, layout, layers, plain)}
 
 
 def _write_config(model: Any, folder: Path, quantization: dict[str, Any], apart: bool) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dmx.errors import FormatError
+from dmx.exporting._fresh_load import HUMMING
 from dmx.exporting.layouts import Layers, Layout, TensorSpec
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import (
@@ -108,5 +109,5 @@ LAYOUT = Layout(
     config=_config,
     check=_check,
     input_rule=lambda layers: "",
-    reader="humming",
+    reader=HUMMING,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
 from dmx.errors import RunError
+from dmx.exporting._fresh_load import TRANSFORMERS
 from dmx.formats import BlockFormat, Operand, ScaleRule
 
 MODULES = {"compressed-tensors": "compressed_tensors", "amd-quark": "quark", "torchao": "torchao"}
@@ -98,8 +99,8 @@ class Layout:
     """Further JSON files: name -> content; arguments as of `config`."""
     may_differ: float = 0.0
     """Relative error of logits of loaded weights that its reader's arithmetic explains; 0: equal to the bit."""
-    reader: str = "transformers"
-    """What the fresh process loads with: transformers, or weights dequantized as `modelopt` or `humming` does, and no inputs."""
+    reader: str = TRANSFORMERS
+    """What the fresh process loads with: transformers, or, inputs left alone, one of `_fresh_load.READERS`."""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
 

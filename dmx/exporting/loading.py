@@ -19,6 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
 from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.layouts import Layout
+from dmx.exporting.names import model_names
 from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
@@ -168,9 +169,11 @@ def _fill(
     stored: dict[str, StoredWeight] = {}
     # Decoded and quantized again, other formats than MX would not give the same values to the bit.
     keeps = transform.name != "none" or any(not f.is_mx for f in formats.values())
-    for name, tensor in _tensors(folder):
-        if name in others:
+    named = model_names(model)
+    for name_there, tensor in _tensors(folder):
+        if name_there in others:
             continue
+        name = named(name_there)
         layer, _, last = name.rpartition(".")
         specs = layout.specs(formats[layer], assignment.shapes[layer]) if layer in waiting else {}
         if last in specs:
@@ -189,7 +192,7 @@ def _fill(
             _copy(state, name, tensor)
             left.discard(name)
         else:
-            raise ModelError(f"{folder}: tensor {name} belongs to no layer of the model")
+            raise ModelError(f"{folder}: tensor {name_there} belongs to no layer of the model")
     filled = {state[name].data_ptr() for name in set(state) - left}
     missing = sorted(n for n in left if state[n].data_ptr() not in filled)  # tied ones are filled
     if missing or waiting:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dmx.applying.stored import StoredWeight
 from dmx.errors import FormatError
+from dmx.exporting._fresh_load import MODELOPT
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
 from dmx.exporting.packing import (
     amax_of_static_scale,
@@ -186,7 +187,7 @@ LAYOUT = Layout(
     packed=False,
     files=_files,
     may_differ=2.0**-8,
-    reader="modelopt",
+    reader=MODELOPT,
     encode_stored=_encode_stored,
     decode_stored=_decode,
     input_tensors=_input_tensors,

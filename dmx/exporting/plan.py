@@ -5,7 +5,7 @@ It is made and checked once, from the assignment alone; the tensors of a model a
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -14,10 +14,12 @@ from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.splitting import split_assignment
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.targets import TARGETS, Loader, obstacles, split_groups
+from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
 from dmx.errors import FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
+from dmx.exporting._fresh_load import EXPERTS
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
+from dmx.exporting.names import has_own_names
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
 from dmx.formats import BF16, FP8, check_choice
@@ -74,7 +76,7 @@ class Plan:
         """
         if self.layout is None:
             return self
-        holds = TARGETS[target_key(self.target, self.profile)]
+        holds = self.holds
         if not holds.shares_scales or shares_scales(self.assignment, per_tensor=holds.per_tensor):
             return self
         groups = sharing_groups(self.assignment, per_tensor=holds.per_tensor)
@@ -94,10 +96,16 @@ class Plan:
         paths = set(experts_modules(model))
         return [layer for layer in self.layers if experts_path(layer) in paths]
 
+    @property
+    def holds(self) -> Target:
+        """What the target holds, and who reads it; of targets that write weights alone."""
+        return TARGETS[target_key(self.target, self.profile)]
+
     def reader(self, model: nn.Module) -> str:
         """What the fresh process loads the files with; see `dmx.exporting._fresh_load`."""
         assert self.layout is not None
-        return "experts" if self.stacked_layers(model) else self.layout.reader
+        is_apart = has_own_names(model, self.holds) and self.layout is LAYOUTS["compressed_tensors"]
+        return EXPERTS if is_apart or self.stacked_layers(model) else self.layout.reader
 
     @property
     def transform(self) -> str:
@@ -201,22 +209,49 @@ def check_verifiable(plan: Plan, model: nn.Module) -> None:
 
 
 def check_names(plan: Plan, model: nn.Module) -> None:
-    """Raise FormatError for a model whose tensors the runtime reads under other names than files have; warn where
-    another one that reads the layout does."""
-    kind = getattr(text_config(model), "model_type", None)
+    """Refuse a model whose experts the runtime reads under other names than the files have; warn where another that reads
+    the layout does."""
     if plan.layout is None:
         return
-    own = _own_loader(plan.target, plan.profile)
-    for loader in TARGETS[target_key(plan.target, plan.profile)].loaders:
-        if kind not in loader.renamed:
-            continue
-        said = (
-            f"{_setting(plan.target, plan.profile)}: {loader.name} reads the experts of {kind!r} under other names than "
-            "transformers 5 gives them and these files hold, and cannot load them"
+    kind = getattr(text_config(model), "model_type", None)
+
+    def why(loader: Loader) -> str | None:
+        return (
+            f"{loader.name} reads the experts of {kind!r} under other names than transformers 5 gives them and these "
+            "files hold"
+            if kind in loader.renamed
+            else None
         )
+
+    out = "target=compressed_tensors, profile=vllm writes the names that it reads."
+    _refuse_or_warn(plan.target, plan.profile, why, out, out)
+
+
+def _refuse_or_warn(
+    target: str,
+    profile: str | None,
+    why: Callable[[Loader], str | None],
+    way_out: str,
+    way_of_another: str,
+) -> None:
+    """Raise FormatError for what stands in the way of the loader that an export is made for; warn of what stands in
+    another's, which reads the layout, too.
+
+    Args:
+        why: a loader cannot load the files; None where it can.
+        way_out, way_of_another: sentences for the one and the other.
+    """
+    own = _own_loader(target, profile)
+    for loader in TARGETS[target_key(target, profile)].loaders:
+        if (said := why(loader)) is None:
+            continue
         if loader is own:
-            raise FormatError(f"{said}. Use target=compressed_tensors, profile=transformers.")
-        warnings.warn(f"{said}; {own.name} knows these names.", stacklevel=4)
+            raise FormatError(f"{_setting(target, profile)}: {said}. {way_out}")
+        warnings.warn(
+            f"{_setting(target, profile)}: {said}, and cannot load these files, {own.name} can. For {loader.name}, "
+            f"{way_of_another}",
+            stacklevel=5,
+        )
 
 
 def _warn_of_inputs(assignment: Assignment) -> None:
@@ -296,26 +331,20 @@ def check_holds(
 
 
 def _check_built(assignment: Assignment, target: str, profile: str | None) -> None:
-    """Raise FormatError for quantized layers that the runtime builds without quantization; warn where another one that
-    reads the layout does."""
-    own = _own_loader(target, profile)
-    for loader in TARGETS[target_key(target, profile)].loaders:
+    """Refuse quantized layers that the runtime builds without quantization; warn where another that reads the layout does."""
+
+    def why(loader: Loader) -> str | None:
         unbuilt = [layer for layer in assignment.quantized if loader.builds_unquantized(layer)]
         if not unbuilt:
-            continue
-        said = (
-            f"{_setting(target, profile)}: {loader.name} builds {len(unbuilt)} of the layers without quantization, first "
+            return None
+        return (
+            f"{loader.name} builds {len(unbuilt)} of the layers without quantization, first "
             f"{unbuilt[0]}"
         )
-        again = "search again with search.target={}, which leaves them in BF16."
-        if loader is own:
-            raise FormatError(
-                f"{said}. Use {_for_transformers(profile)}, or {again.format('vllm')}"
-            )
-        warnings.warn(
-            f"{said}, and cannot load these files, {own.name} can. For {loader.name}, {again.format('vllm_quark')}",
-            stacklevel=4,
-        )
+
+    again = "search again with search.target={}, which leaves them in BF16."
+    way_out = f"Use {_for_transformers(profile)}, or {again.format('vllm')}"
+    _refuse_or_warn(target, profile, why, way_out, again.format("vllm_quark"))
 
 
 def _check_fp8_experts(assignment: Assignment, setting: str) -> None:

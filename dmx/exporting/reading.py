@@ -21,6 +21,7 @@ from dmx.assignment.space import SearchSpace
 from dmx.assignment.targets import split_groups
 from dmx.errors import AssignmentError, DmxError, FormatError
 from dmx.exporting import humming
+from dmx.exporting.names import config_names
 from dmx.files import read_json
 from dmx.formats import BLOCK_SIZE, MXFP4, BlockFormat, get_block_format
 from dmx.models.linears import MERGED_LAYERS, linear_layers, own_elements
@@ -80,8 +81,9 @@ def read_assignment(source: str | Path | Mapping[str, Any], model: nn.Module) ->
     body = _read(source) if isinstance(source, str | Path) else dict(source)
     linears = linear_layers(model)
     try:
-        tool, choose, named = _chooser(body, tuple(linears))
-        chosen = {name: choose(name) for name in linears}
+        in_files = config_names(model, body)
+        tool, choose, named = _chooser(body, tuple(map(in_files, linears)))
+        chosen = {name: choose(in_files(name)) for name in linears}
     except DmxError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:

@@ -14,7 +14,9 @@ from dmx.exporting.packing import check_finite
 from dmx.exporting.plan import Plan
 from dmx.exporting.rotating import rotation_tensors
 from dmx.exporting.writing import Part
+from dmx.models.experts import experts_path
 from dmx.models.in_files import file_dtype, tensors_once
+from dmx.models.linears import linear_layers
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,12 @@ def is_head_apart(model: Any, plan: Plan) -> bool:
 
 def other_modules(model: nn.Module, plan: Plan) -> list[str]:
     """Modules with weights of two or more dimensions that are no linear layers and no tables: routers, experts that
-    lie in one tensor. Runtimes build linear layers of some of them, which are not quantized either."""
+    lie in one tensor. Runtimes build linear layers of some of them, which are not quantized either. And the linear layers
+    of experts that the assignment does not name."""
     plain = (nn.Linear, nn.Embedding, nn.modules.conv._ConvNd)
-    return [
+    known = {*plan.layers, *plan.kept}
+    experts = [n for n in linear_layers(model) if experts_path(n) and n not in known]
+    return experts + [
         name
         for name, module in model.named_modules()
         if name not in plan.layers

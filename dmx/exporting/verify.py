@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dmx.applying.apply import applied
 from dmx.errors import ModelError, RunError
 from dmx.exporting import _fresh_load
-from dmx.exporting.layouts import Layout, TensorSpec
+from dmx.exporting.layouts import Layers, Layout, TensorSpec
 from dmx.exporting.plan import Plan
 from dmx.exporting.rotating import KEY
 from dmx.exporting.writing import read_headers
@@ -67,10 +67,13 @@ class Verification:
         return asdict(self)
 
 
-def check_files(folder: Path, plan: Plan, plain: Mapping[str, TensorSpec]) -> dict[str, int]:
+def check_files(
+    folder: Path, layout: Layout, layers: Layers, plain: Mapping[str, TensorSpec]
+) -> dict[str, int]:
     """Compare the headers of the files with what was planned.
 
     Args:
+        layers: the quantized ones, by their names in files.
         plain: name -> dtype and shape of the tensors that are stored unquantized.
 
     Returns:
@@ -79,17 +82,16 @@ def check_files(folder: Path, plan: Plan, plain: Mapping[str, TensorSpec]) -> di
     Raises:
         RunError: a tensor is missing, unknown or of another dtype or shape, or bytes differ.
     """
-    assert plan.layout is not None
     there = read_headers(folder)
     quantized = {
         f"{name}.{part}": spec
-        for name, layer in plan.layers.items()
-        for part, spec in plan.layout.specs(layer.weight, layer.shape).items()
+        for name, layer in layers.items()
+        for part, spec in layout.specs(layer.weight, layer.shape).items()
     }
     of_inputs = {
         f"{name}.{part}": TensorSpec(tensor.dtype, tuple(tensor.shape))
-        for name, layer in plan.layers.items()
-        for part, tensor in plan.layout.input_tensors(layer).items()
+        for name, layer in layers.items()
+        for part, tensor in layout.input_tensors(layer).items()
     }
     expected = {**plain, **quantized, **of_inputs}
     for name in sorted(expected.keys() | there.keys()):
@@ -99,8 +101,8 @@ def check_files(folder: Path, plan: Plan, plain: Mapping[str, TensorSpec]) -> di
                 f"{expected.get(name)}. The export is wrong; please report it."
             )
     stored = sum(there[name].bytes for name in quantized)
-    stated = sum(layer.bytes for layer in plan.layers.values())
-    if plan.layout.packed and stored != stated:
+    stated = sum(layer.bytes for layer in layers.values())
+    if layout.packed and stored != stated:
         raise RunError(
             f"{folder}: quantized tensors take {stored} bytes, bits_per_element says {stated}. "
             "The export is wrong; please report it."
@@ -129,7 +131,7 @@ def check_loading(
     layout = plan.layout
     assert layout is not None
     assignment = replace(plan.assignment, transform=None)
-    inputs = plan.inputs and plan.reader(model) == "transformers"
+    inputs = plan.inputs and plan.reader(model) == _fresh_load.TRANSFORMERS
     may_differ = layout.may_differ if plan.rotation is None else ROTATED_MAY_DIFFER
     if tokens is None:
         tokens = default_tokens(int(model.config.get_text_config().vocab_size))  # type: ignore[union-attr, operator]
@@ -203,14 +205,10 @@ def _compare(
 
 def _in_words(layout: Layout, reader: str) -> str:
     """What loads the files."""
-    if reader == "transformers":
+    if reader == _fresh_load.TRANSFORMERS:
         return " + ".join(("transformers", *layout.packages))
-    whose = {
-        "modelopt": "modelopt's formulas",
-        "humming": "humming's formulas",
-        "experts": "compressed-tensors' own decompressors",
-    }
-    return f"transformers, weights dequantized by {whose[reader]}, inputs left alone"
+    whose = _fresh_load.READERS[reader].whose
+    return f"transformers, weights dequantized by {whose}, inputs left alone"
 
 
 def _load_elsewhere(

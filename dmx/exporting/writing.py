@@ -56,6 +56,14 @@ class Part:
         """Of its tensors."""
         return sum(spec.bytes for spec in self.specs.values())
 
+    def renamed(self, named: Callable[[str], str]) -> "Part":
+        """With other names of its tensors."""
+        make = self.make
+        return Part(
+            {named(name): spec for name, spec in self.specs.items()},
+            lambda: {named(name): tensor for name, tensor in make().items()},
+        )
+
 
 def check_disk_space(folder: Path, parts: Sequence[Part]) -> None:
     """Raise RunError unless the file system of `folder`, which need not exist, has room for the

@@ -23,7 +23,8 @@ FUSED_GROUPS = (
 """Last components of sibling modules that read one input, and that vLLM joins to one linear layer. One name never
 means two things among the architectures that `dmx.assignment.targets.VLLM_ARCHITECTURES` names.
 
-Source: vLLM 0.20, `packed_modules_mapping` and `stacked_params_mapping` of `model_executor/models`.
+Source: vLLM 0.20 and 0.32, `packed_modules_mapping` and `stacked_params_mapping` of `model_executor/models`;
+`scripts/fused_groups.py` compares them with an installed one.
 """
 
 

@@ -152,15 +152,47 @@ def test_each_expert_may_have_a_format_of_its_own_in_files_that_no_engine_fuses(
         dmx.export(model, assignment, tmp_path / "y", target="compressed_tensors", profile="vllm")
 
 
-def test_names_that_vllm_does_not_read_are_refused(tmp_path):
+@needs("compressed-tensors")
+@pytest.mark.usefixtures("loaded_apart")
+@pytest.mark.parametrize("exclude", [(), ("*.experts.*",)])
+def test_mixtral_has_the_names_of_its_own_files_where_vllm_reads_them(exclude, tmp_path):
+    mixtral = mixture("mixtral", torch.bfloat16)
+    assignment = uniform(mixtral, MXFP4, exclude=list(exclude))
+    vllm = {"target": "compressed_tensors", "profile": "vllm"}
+    assert dmx.export(mixtral, assignment, tmp_path / "x", **vllm).verification.equal
+    files = load_file(tmp_path / "x" / "model.safetensors")
+    moe = "model.layers.1.block_sparse_moe"
+    parts = ("weight",) if exclude else ("weight_packed", "weight_scale")
+    assert {name for name in files if name.startswith(moe)} == {
+        f"{moe}.gate.weight",
+        *(f"{moe}.experts.{e}.w{i}.{part}" for e in range(4) for i in (1, 2, 3) for part in parts),
+    }
+    up = mixtral.get_parameter(STACKED[2])[3].chunk(2)[1]
+    if exclude:
+        assert torch.equal(files[f"{moe}.experts.3.w3.weight"], up)
+    else:
+        scales = quantize(up, MXFP4).scale_codes
+        assert torch.equal(files[f"{moe}.experts.3.w3.weight_scale"], scales)
+    body = json.loads((tmp_path / "x" / "config.json").read_text())
+    (group,) = body["quantization_config"]["config_groups"].values()
+    named = f"{moe}.experts.0.w2"
+    assert (named in group["targets"]) is not bool(exclude) and ".mlp." not in json.dumps(body)
+    loaded = dmx.load_exported(tmp_path / "x")
+    assert torch.equal(logits(loaded.model), applied_logits(mixtral, assignment))
+    with linear_experts(mixtral, "split"):
+        read = read_assignment(body, mixtral)
+    assert (f"{BLOCKS[1]}.0.down_proj" in read.formats) is not bool(exclude)
+
+
+def test_names_that_vllm_does_not_read_are_said(tmp_path):
     mixtral = mixture("mixtral", torch.bfloat16)
     assignment = uniform(mixtral, MXFP4)
-    with pytest.raises(FormatError, match="vLLM reads the experts of 'mixtral' under other names"):
-        dmx.export(mixtral, assignment, tmp_path / "x", target="compressed_tensors")
-    with pytest.warns(UserWarning, match="reads the experts of 'mixtral' .*amd-quark knows these"):
+    with pytest.warns(
+        UserWarning, match="reads the experts of 'mixtral' .*amd-quark can. For vLLM"
+    ):
         dmx.export(mixtral, assignment, tmp_path / "x", target="quark", verify=False)
-    with pytest.warns(UserWarning, match="target=vllm: vLLM reads the experts of 'mixtral'"):
-        search = SearchConfig(name="random", target="vllm", family="mxfp8_mxfp4")
+    with pytest.warns(UserWarning, match="target=vllm_quark: vLLM reads the experts of 'mixtral'"):
+        search = SearchConfig(name="random", target="vllm_quark", family="mxfp8_mxfp4")
         dmx.search(mixtral, token_ids(), dmx.Budget(5.0), search)
 
 

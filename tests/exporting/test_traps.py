@@ -166,9 +166,9 @@ def test_a_tensor_of_another_name_or_shape_is_found_in_the_files(
     wrong = dataclasses.replace(layout, specs=lambda f, s: trap(layout.specs(f, s)))
     plan = make_plan(assignment, target="compressed_tensors", verify=False)
     plain = plan_tensors(model, plan).plain
-    check_files(done.folder, plan, plain)
+    check_files(done.folder, plan.layout, plan.layers, plain)
     with pytest.raises(RunError, match=words):
-        check_files(done.folder, dataclasses.replace(plan, layout=wrong), plain)
+        check_files(done.folder, wrong, plan.layers, plain)
 
 
 def test_bytes_that_bits_per_element_does_not_explain_are_found(make_tiny, tmp_path, monkeypatch):
