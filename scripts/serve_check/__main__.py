@@ -46,7 +46,8 @@ from dmx.files import read_json, write_json
 from scripts.serve_check import compare
 
 SCHEMA = "dmx.serve_check/1"
-WORKER = Path(__file__).with_name("engine_worker.py")
+HERE = Path(__file__).parent
+WORKERS = {"vLLM": "engine_worker.py", "transformers": "transformers_worker.py"}
 ENVIRONMENT = ".venv-engine/bin/python"
 TOLERANCES = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}
 """Relative error of a layer's output: sums in another order, rounded to the dtype (2**-9 in bf16, both sides)."""
@@ -57,7 +58,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="of dmx.export, or in full precision")
-    parser.add_argument("--python", default=os.environ.get("DMX_ENGINE_PYTHON", ENVIRONMENT))
+    parser.add_argument("--runtime", default="vLLM", choices=tuple(WORKERS))
+    parser.add_argument(
+        "--python",
+        help=f"of the runtime; default: {ENVIRONMENT} for vLLM, this one for transformers",
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--dtype",
@@ -90,6 +95,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--note", default="", help="kept in the record")
     parser.add_argument("--json", type=Path, help="write the record there")
     asked = parser.parse_args(arguments)
+    own = {"vLLM": os.environ.get("DMX_ENGINE_PYTHON", ENVIRONMENT), "transformers": sys.executable}
+    asked.python = asked.python or own[asked.runtime]
     asked.dtype = asked.dtype or {"cpu": "float32", "cuda": "bfloat16"}[asked.device]
     return asked
 
@@ -138,6 +145,8 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
                 f"--{name.replace('_', '-')} {json.dumps(given)} is no JSON object of arguments of vllm.LLM, "
                 'such as \'{"linear_backend": "marlin"}\''
             )
+    if asked.speed and asked.runtime != "vLLM":
+        raise RunError(f"--speed: of vLLM alone, not of --runtime {asked.runtime}. Leave it out")
     if asked.json and asked.json.is_dir():
         raise RunError(f"--json {asked.json} is a folder: name a file")
 
@@ -203,6 +212,7 @@ def jobs_of(asked: argparse.Namespace, folder: Path, place: Path, tokens: Path) 
     speed = {"prompt": asked.prompt, "prompts": asked.prompts, "new": asked.new}
     shared = {
         "folder": str(folder.absolute()),
+        "device": asked.device,
         "dtype": asked.dtype,
         "tokens": str(tokens),
         "rounds_inputs": bool(compare.facts_of(folder).get("inputs")),
@@ -252,13 +262,13 @@ def ran(asked: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Job]:
     Raises:
         RunError: there is no engine, or, on the CPU, its process did not get as far as the first job.
     """
-    python = engine_python(asked.python)
+    command = [str(engine_python(asked.python)), str(HERE / WORKERS[asked.runtime])]
     if asked.device == "cpu":
-        _run_worker(python, [str(job.file) for job in jobs], jobs[0].file.parent)
+        _run_worker(command, [str(job.file) for job in jobs], jobs[0].file.parent)
         yield from jobs
         return
     deadline = time.monotonic() + asked.seconds if asked.seconds else None
-    run = _Apart(python, deadline, asked.seconds)
+    run = _Apart(command, deadline, asked.seconds)
     with ThreadPoolExecutor(asked.at_once) as pool:
         started = [pool.submit(run, job) for job in jobs if not job.is_speed]
         for done in as_completed(started):
@@ -272,7 +282,7 @@ def ran(asked: argparse.Namespace, jobs: Sequence[Job]) -> Iterator[Job]:
 class _Apart:
     """Runs a job in a process of its own, whose end, however it comes, is the job's and no other's."""
 
-    python: Path
+    command: Sequence[str]
     deadline: float | None
     seconds: float | None
 
@@ -282,7 +292,7 @@ class _Apart:
             job.failure.write_text(f"not reached within --seconds {self.seconds:g}")
             return job
         try:
-            _run_worker(self.python, [str(job.file)], job.file.parent, left)
+            _run_worker(self.command, [str(job.file)], job.file.parent, left)
         except subprocess.TimeoutExpired:
             job.failure.write_text(f"cut off after --seconds {self.seconds:g}")
         except RunError as error:
@@ -292,12 +302,12 @@ class _Apart:
 
 
 def _run_worker(
-    python: Path, jobs: Sequence[str], folder: Path, seconds: float | None = None
+    command: Sequence[str], jobs: Sequence[str], folder: Path, seconds: float | None = None
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
+    environment["PATH"] = f"{Path(command[0]).parent}:{environment.get('PATH', '')}"
     with subprocess.Popen(
-        [str(python), str(WORKER), *jobs],
+        [*command, *jobs],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -312,7 +322,7 @@ def _run_worker(
                 os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode:
-        raise RunError(f"{python} cannot run the engine:\n{said.strip()[-2000:]}")
+        raise RunError(f"{command[0]} cannot run the engine:\n{said.strip()[-2000:]}")
 
 
 def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
@@ -327,22 +337,24 @@ def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
 
 def row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) -> dict:
     """What the record keeps of a folder; where dmx cannot read or compare it, why: the others are kept."""
+    row: dict[str, Any] = {"folder": str(folder)}
     try:
-        return _row_of(asked, folder, out, tokens)
+        row |= compare.stated_in(folder)
+        return row | _row_of(asked, folder, out, tokens)
     except DmxError as error:
-        return {"folder": str(folder), "failed": str(error)}
+        return row | {"failed": str(error)}
 
 
 def _row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) -> dict:
     report, failure = report_of(out)
-    name = str(folder)
     if failure is not None:
-        return {"folder": name, "failed": failure}
+        return {"failed": failure}
     tensors = load_file(str(out))
     dtype = getattr(torch, report["dtype"])
     loaded = compare.load_folder(folder, dtype, asked.device)
     layers = compare.compare_layers(loaded, tensors, report["fused"])
-    tolerance = TOLERANCES[asked.dtype] if asked.tolerance is None else asked.tolerance
+    rounded = "bfloat16" if asked.runtime == "transformers" else asked.dtype  # as it decompresses
+    tolerance = TOLERANCES[rounded] if asked.tolerance is None else asked.tolerance
     for layer, row in layers.items():
         row |= report["layers"][layer]
         row["ok"] = row["error"] <= tolerance
@@ -350,7 +362,6 @@ def _row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) 
     ours = compare.log_probabilities(loaded.model, tokens)
     compare.check_finite(layers, engine=theirs, dmx=ours)
     return {
-        "folder": name,
         "target": loaded.target,
         "asks_inputs": loaded.says_inputs,
         "tolerance": tolerance,
@@ -473,9 +484,11 @@ def record_of(
     return {
         "schema": SCHEMA,
         "note": asked.note,
+        "runtime": asked.runtime,
         "device": asked.device,
         "processor": platform.processor() or platform.machine(),
         "tokens": tokens.numel(),
+        "window": tokens.shape[1],
         "text": None if asked.text is None else asked.text.name,
         "options": {"all": asked.options, "speed": asked.speed_options},
         "versions": {"dmx": dmx.__version__, "torch": torch.__version__},

@@ -21,6 +21,7 @@ import dmx
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.space import build_space
 from dmx.formats import (
+    BF16,
     FP8,
     MX_FORMATS,
     MXFP4,
@@ -86,9 +87,16 @@ CASES = {
     "quark4668_w_qwen3": Case(FOUR_TO_EIGHT, QUARK, architecture="qwen3"),  # norms of q and k
     "ct48_w_smollm2": Case(FOUR_EIGHT, CT, architecture="smollm2"),  # tied embeddings
 }
+MORE_FAMILIES = {
+    "ct4_wa": Case((MXFP4,), CT, inputs=True),
+    "quark46_w": Case((MXFP4, MXFP6_E2M3), QUARK),
+    "nvfp4_fp8_bf16_w": Case((NVFP4, FP8, BF16), CT),
+    "ct468_w": Case((MXFP4, MXFP6_E2M3, MXFP8_E4M3), CT),  # for transformers alone
+}
+"""Of layers that CASES has in other mixtures: for the table of one model by runtime."""
 ON_A_CARD = {"humming_w": Case(MX_FORMATS, "humming")}
 """What no stand-in runs on a CPU."""
-ALL = CASES | ON_A_CARD
+ALL = CASES | MORE_FAMILIES | ON_A_CARD
 RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
 """Shapes whose weights are drawn: their speed is that of the trained model."""
 OF_TINY_ALONE = ("ct48_learned_w", "ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")

@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from dmx.applying.linear import QuantLinear
 from dmx.applying.quantizers import BlockQuantizer
+from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.loading import is_exported, load_exported
-from dmx.formats import FP8, BlockFormat
+from dmx.exporting.names import model_names
+from dmx.formats import BLOCK_FORMATS, FP8, BlockFormat
 
 LEFT_ALONE = "left alone"
 FP8_INVERSE = "fp8 amax/448_float32, by a product with the inverse"
@@ -131,12 +133,14 @@ def compare_layers(
 
     Sets the input quantizers of the layers in `folder.model` to what was found.
     """
-    modules = dict(folder.model.named_modules())
+    modules, named = dict(folder.model.named_modules()), model_names(folder.model)
     device = next(folder.model.parameters()).device
     rows: dict[str, dict[str, Any]] = {}
     for name in sorted({key.rpartition(".")[0] for key in tensors if key.endswith((".x", ".y"))}):
         x, y = tensors[f"{name}.x"].to(device), tensors[f"{name}.y"].to(device)
-        parts = parts_of(name, fused)
+        parts = [named(part) for part in parts_of(name, fused)]
+        if all(part in modules and not isinstance(modules[part], nn.Linear) for part in parts):
+            continue  # routers of experts, which are no linear layers here
         if unknown := [part for part in parts if part not in modules]:
             raise ModelError(
                 f"the engine's layer {name} is {unknown[0]} of the checkpoint by its table of merged layers, "
@@ -253,3 +257,19 @@ def facts_of(folder: Path) -> dict[str, Any]:
     """Content of the file that an export leaves; {} where there is none."""
     path = folder / FACTS_FILE
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def stated_in(folder: Path) -> dict[str, Any]:
+    """What an export says of itself, whether or not a runtime loads it: target, profile, inputs, transform, and formats
+    of layers, cheapest first. Of a folder that dmx did not write nothing."""
+    facts = facts_of(folder)
+    formats: set[str] = set()
+    if (folder / "assignment.json").is_file():
+        formats = set(Assignment.load(folder / "assignment.json").formats.values())
+    return {
+        "target": facts.get("target"),
+        "profile": facts.get("profile"),
+        "asks_inputs": bool(facts.get("inputs")),
+        "transform": facts.get("transform", "none"),
+        "formats": [f for f in (*BLOCK_FORMATS, "bf16") if f in formats],
+    }

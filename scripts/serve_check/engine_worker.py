@@ -1,10 +1,8 @@
 """Run as a script in the engine's own environment: what vLLM makes of folders.
 
-Knows vLLM and nothing of dmx. Takes JSON jobs, one a folder. Several get a process each, forked after the imports, which
-take most of the time of a small model: vLLM leaves things behind, after a failed load most of all. On a card give it one
-job: a process that saw the card cannot be forked.
-A job that failed leaves `out`.txt, with what it said. Otherwise it writes `out` (safetensors: log-probabilities of the prompts, inputs and
-outputs of every linear layer) and `out`.json (versions, scheme and kernel of each layer, bytes, speed).
+Knows vLLM and nothing of dmx. Takes JSON jobs, one a folder (`worker`): vLLM leaves things behind, after a failed load most of
+all. Writes `out` (safetensors: log-probabilities of the prompts, inputs and outputs of every linear layer) and `out`.json
+(versions, scheme and kernel of each layer, bytes, speed).
 
     folder, dtype      what is loaded
     tokens             safetensors with `tokens`, (rows, window) int64
@@ -18,9 +16,7 @@ outputs of every linear layer) and `out`.json (versions, scheme and kernel of ea
 import json
 import os
 import resource
-import sys
 import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,6 +31,7 @@ os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import worker
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm import LLM, SamplingParams
@@ -76,31 +73,6 @@ def facts_of(model: Any) -> dict[str, Any]:
         "fused": {k: list(v) for k, v in getattr(model, "packed_modules_mapping", {}).items()},
         "weight_bytes": None if current_platform.is_cpu() else size,
     }
-
-
-class Operands:
-    """Inputs and outputs of linear layers, of their first call."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-        self._handles: list[Any] = []
-
-    def watch(self, model: Any) -> None:
-        for name, layer in linear_layers(model).items():
-            self._handles.append(layer.register_forward_hook(self._keep(name)))
-
-    def release(self, model: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _keep(self, name: str) -> Any:
-        def hook(module: Any, given: tuple[Any, ...], result: Any) -> None:
-            if f"{name}.x" not in self.kept:
-                y = result[0] if isinstance(result, tuple) else result
-                self.kept[f"{name}.x"] = given[0].detach().cpu().clone()
-                self.kept[f"{name}.y"] = y.detach().cpu().clone()
-
-        return hook
 
 
 def prompts_of(tokens: Tensor) -> list[dict[str, Any]]:
@@ -183,7 +155,7 @@ def main(job_file: str) -> None:
     )
     loaded = time.perf_counter() - started
     (facts,) = llm.apply_model(facts_of)
-    tensors, operands = {}, Operands()
+    tensors, operands = {}, worker.Operands(linear_layers)
     if job["hooks"]:
         llm.apply_model(operands.watch)
         log_probabilities(llm, tokens[:1])
@@ -209,36 +181,5 @@ def main(job_file: str) -> None:
     Path(job["out"] + ".json").write_text(json.dumps(report))
 
 
-def run(job_file: str) -> int:
-    """Exit code of a job; what a failed one said is left in `out`.txt."""
-    try:
-        main(job_file)
-    except Exception:
-        out = json.loads(Path(job_file).read_text())["out"]
-        Path(out + ".txt").write_text(traceback.format_exc())
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def run_apart(job_file: str) -> None:
-    """The job in a process of its own."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        os.waitpid(child, 0)
-        return
-    code = 1
-    try:
-        code = run(job_file)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # what was imported before the fork must not clean up twice
-
-
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        run(sys.argv[1])
-    for path in sys.argv[1:] if len(sys.argv) > 2 else ():
-        run_apart(path)
+    worker.start(main)

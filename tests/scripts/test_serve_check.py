@@ -235,7 +235,7 @@ json.dump(report, open(job["out"] + ".json", "w"))
 
 def test_on_a_card_folders_end_apart_and_speed_comes_last(tmp_path, monkeypatch, capsys):
     (tmp_path / "worker.py").write_text(WORKER)
-    monkeypatch.setattr(serve_check, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setitem(serve_check.WORKERS, "vLLM", str(tmp_path / "worker.py"))
     monkeypatch.setattr(
         serve_check,
         "row_of",
@@ -268,7 +268,7 @@ def test_on_a_card_folders_end_apart_and_speed_comes_last(tmp_path, monkeypatch,
 
 def test_a_card_is_shared_by_all_but_speed(tmp_path, monkeypatch):
     (tmp_path / "worker.py").write_text(WORKER)
-    monkeypatch.setattr(serve_check, "WORKER", tmp_path / "worker.py")
+    monkeypatch.setitem(serve_check.WORKERS, "vLLM", str(tmp_path / "worker.py"))
     folders = [tmp_path / name for name in ("a", "b")]
     given = ["--device", "cuda", "--python", sys.executable, "--at-once", "2", "--speed"]
     asked = serve_check.parse(
@@ -360,7 +360,7 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}],
     }
     page = engines.engines_page({"engines_cpu": run})
-    assert "Of 2 folders that ran in vLLM, 1 do not load, 4 of 4 linear layers give" in page
+    assert "Of 2 folders, 1 of which do not load here: 4 of 4 linear layers give" in page
     assert (
         "| ct4_wa | mxfp4 | 4 | S | scripts.serve_check.Mxfp4 | mxfp4 even | mxfp4 floor | 3 | 2e-07 | 0.11 |"
         in page
@@ -382,6 +382,33 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
     )
     page = engines.engines_page({"engines_h200": run | {"rows": [row]}})
     assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
+
+
+def test_one_table_has_the_model_by_runtime():
+    stated = {"target": "compressed_tensors", "profile": "vllm", "formats": ["mxfp4", "fp8"]}
+    stated |= {"transform": "hadamard_block"}
+    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "window": 256, "text": "a.txt"}
+    good = served(**stated, folder="ct4_wa")
+    bad = stated | {"profile": "transformers", "formats": ["mxfp6_e2m3"], "folder": "other"}
+    runs = {
+        "engines_a": run | {"runtime": "vLLM", "rows": [good, bad | {"failed": "E: no kernel"}]},
+        "engines_b": run | {"runtime": "transformers", "rows": [good]},
+        "engines_c": run | {"runtime": "vLLM", "tokens": 64, "rows": [served(**stated)]},
+        "engines_d": run | {"runtime": "vLLM", "text": None, "rows": [served()]},
+    }
+    page = engines.engines_page(runs)
+    table, _, rest = page.partition("## One model by runtime")[2].partition("\n## ")
+    assert "2 windows of 256 tokens of a.txt" in table and rest
+    cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 4 of 4, 3 |"
+    assert [line for line in table.splitlines() if "9.0000" in line] == [
+        cells.format("transformers", "emulated", "emulated"),
+        cells.format(
+            "vLLM",
+            "mxfp4: weights alone; fp8: native with inputs=true, else weights alone",
+            "mxfp4: native, inputs quantized always; fp8: native with inputs=true, else weights alone",
+        ),
+    ]
+    assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: no kernel`" in table
 
 
 # ---------------------------------------------------------------- in the engine

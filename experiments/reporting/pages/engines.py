@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..markdown import markdown
+from .by_runtime import by_runtime, of_one_model
 
 SCHEMA = "dmx.serve_check/1"
 Run = Mapping[str, Any]
@@ -15,7 +16,7 @@ LAYERS = (
     "folder",
     "format",
     "layers",
-    "vLLM's scheme",
+    "scheme",
     "kernel",
     "inputs",
     "the file asks",
@@ -47,9 +48,10 @@ def engines_page(runs: Mapping[str, Run]) -> str:
         "Each linear layer is judged alone: its output in the engine against dmx's module on the engine's own input. "
         "What the engine did with inputs is what fits its output best, of: left alone, as the file says, and in the "
         "weight's format by each scale rule. Formats take turns, so perplexities say nothing of quality. "
-        "Which folder to make for which card: [runtimes](../runtimes.md).",
+        "Which folder to make for which card: [runtimes](../runtimes.md). transformers merges no layers, and so has more.",
         "",
     ]
+    lines += [*by_runtime(of_one_model(runs.values())), ""]
     for name, run in runs.items():
         lines += [f"## {name.replace('_', ' ')}", "", *_section(run), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -60,9 +62,9 @@ def _said(runs: Sequence[Run]) -> str:
     groups = [group for row in rows if "failed" not in row for group in row["groups"]]
     counts = {key: sum(g[key] for g in groups) for key in ("layers", "within", "equal")}
     failed = sum("failed" in row for row in rows)
-    broken = f", {failed} do not load" if failed else ""
+    broken = f", {failed} of which do not load here" if failed else ""
     return (
-        f"Of {len(rows)} folders that ran in vLLM{broken}, {counts['within']} of {counts['layers']} linear layers give "
+        f"Of {len(rows)} folders{broken}: {counts['within']} of {counts['layers']} linear layers give "
         f"dmx's output within the tolerance, {counts['equal']} of them bit for bit."
     )
 
@@ -99,7 +101,7 @@ def _where(run: Run, rows: Sequence[Run]) -> list[str]:
         + (f" ({run['processor']})" if first.get("device") == "cpu" else "")
         + f"; tolerance of a layer {first.get('tolerance'):g}."
     ]
-    if first.get("device") == "cpu":
+    if first.get("device") == "cpu" and stand_ins:
         lines.append(
             "- vLLM's CPU build has no inner products for MX and NVFP4, and none for FP8 weights alone. Loader, names, "
             "fused layers, schemes and the forward pass are vLLM's; the inner products are ours "

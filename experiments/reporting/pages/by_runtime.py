@@ -1,0 +1,127 @@
+"""One model by runtime, for docs/results/engines.md: which layouts and formats each loads, how it runs them on which card,
+and perplexities by its products and by dmx's emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dmx.assignment.runtimes import CARDS, NOT_LOADED, SOURCE, how_it_runs
+from dmx.assignment.targets import TARGETS
+
+from ..markdown import markdown
+
+Run = Mapping[str, Any]
+"""A record: one runtime on one machine, a row a folder."""
+HEAD = (
+    "folder",
+    "layout",
+    "formats",
+    "runtime",
+    *(f"on {card}" for card in CARDS),
+    "inputs, here",
+    "perplexity in the runtime",
+    "in dmx",
+    "layers alike, to the bit",
+)
+_ROTATIONS = {"hadamard_block": "inputs rotated"}
+
+
+def by_runtime(runs: Sequence[Run]) -> list[str]:
+    """Lines of the section; none where no record is of real text.
+
+    Args:
+        runs: records of one model on the same tokens.
+    """
+    if not runs:
+        return []
+    first = runs[0]
+    rows = [(run, row) for run in runs for row in run["rows"]]
+    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], pair[0]["runtime"]))
+    loaded = [(run, row) for run, row in rows if "failed" not in row]
+    failed = [(run, row) for run, row in rows if "failed" in row]
+    versions = {k: v for _, row in loaded for k, v in row["versions"].items()}
+    windows = f"{first['tokens'] // first['window']} windows of {first['window']} tokens"
+    return [
+        "## One model by runtime",
+        "",
+        f"{first['note'].partition(';')[0]}, {windows} of {first['text']}: few, to see that runtimes and dmx agree, not how good a format is; "
+        "formats take turns. "
+        f"Here is a CPU in {loaded[0][1]['dtype']} with products that stand in for those of cards (below); what cards do was read "
+        f"in the source of {SOURCE}. dmx treats inputs as the runtime does here. Layers alike: those whose output is within sums in another order of dmx's on "
+        "the same input (transformers decompresses to bfloat16, which rounds FP8's and NVFP4's products with a scale), and those "
+        f"equal to the bit. {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}.",
+        "",
+        *markdown(HEAD, (_cells(run, row) for run, row in loaded)),
+        "",
+        *(f"- {_layout(row)} of {_formats(row)} in {run['runtime']}: does not load here. `{_why(row)}`" for run, row in failed),
+    ]  # fmt: skip
+
+
+def of_one_model(runs: Iterable[Run]) -> list[Run]:
+    """The records of real text that share model and tokens with the first of them."""
+    real = [run for run in runs if run["text"] is not None]
+    alike = ("note", "text", "tokens", "window")
+    return [run for run in real if all(run[key] == real[0][key] for key in alike)]
+
+
+def _cells(run: Run, row: Run) -> list[Any]:
+    groups = row["groups"]
+    return [
+        row["folder"],
+        _layout(row),
+        _formats(row),
+        run["runtime"],
+        *(_on(row, run["runtime"], card) for card in CARDS),
+        _by_format(groups, "inputs"),
+        f"{row['perplexity']:.4f}",
+        f"{row['perplexity_dmx']:.4f}",
+        "{} of {}, {}".format(*(sum(g[k] for g in groups) for k in ("within", "layers", "equal"))),
+    ]
+
+
+def _layout(row: Run) -> str:
+    """As `dmx.assignment.targets.TARGETS` calls it."""
+    profile = row["profile"]
+    return f"{row['target']}, profile {profile}" if profile else str(row["target"])
+
+
+def _formats(row: Run) -> str:
+    said = ", ".join(row["formats"]) or "bf16"
+    rotation = _ROTATIONS.get(row["transform"])
+    return f"{said}; {rotation}" if rotation else said
+
+
+def _on(row: Run, runtime: str, card: str) -> str:
+    """How a card runs the formats, in one word where all run alike."""
+    layout = _layout(row)
+    if layout not in TARGETS:  # full precision
+        return ""
+    words = how_it_runs(layout, runtime, card, row["formats"])
+    return _joined({f: "not read" if word == NOT_LOADED else word for f, word in words.items()})
+
+
+def _by_format(groups: Sequence[Run], key: str) -> str:
+    """What most layers of each format have; groups are of one format each where runtimes join equals alone."""
+    most: dict[str, Run] = {}
+    for group in groups:
+        known = most.get(group["formats"])
+        if known is None or group["layers"] > known["layers"]:
+            most[group["formats"]] = group
+    return _joined({f: str(group[key]) for f, group in most.items()})
+
+
+def _joined(words: Mapping[str, str]) -> str:
+    """What is said of each format, formats of which the same is said together."""
+    alike: dict[str, list[str]] = {}
+    for block_format, word in words.items():
+        alike.setdefault(word, []).append(block_format)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "; ".join(f"{', '.join(formats)}: {word}" for word, formats in alike.items())
+
+
+def _why(row: Run) -> str:
+    """The last line of the error, cut where it goes on."""
+    line = row["failed"].strip().splitlines()[-1]
+    return line if len(line) < 200 else f"{line[:200]} ..."
