@@ -205,4 +205,4 @@ def _results_table(groups: Sequence[Group]) -> Html:
         caption += f"Measured on {tokens:,} tokens in {windows:,} windows."
     if any(group.method.input_format for group in groups):
         caption += f" {INPUTS_NOTE}"
-    return el("div", scroll_table(head, body), el("p", caption, cls="note"))
+    return el("div", scroll_table(head, body, cls="results"), el("p", caption, cls="note"))

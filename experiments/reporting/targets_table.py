@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, SOURCE, how_it_runs
+from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, SOURCE, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles
 from dmx.formats import BLOCK_FORMATS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
@@ -48,31 +48,32 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
         "Layers in BF16 are left out of every target."
     )
     table = scroll_table(el("tr", lead, heads), body, cls="targets")
-    used = {
-        f
+    mixtures = {
+        frozenset(assignments[row.assignment]["formats"].values()) - {"bf16"}
         for g in shown
         for row in g.rows
         if row.assignment
-        for f in assignments[row.assignment]["formats"].values()
     }
-    runs = _runs_table([f for f in BLOCK_FORMATS if f in used])
-    return el("div", table, el("p", note, cls="note"), runs)
+    return el("div", table, el("p", note, cls="note"), _runs_table(mixtures))
 
 
-def _runs_table(formats: Sequence[str]) -> Html | None:
-    """How vLLM runs layers of these formats, a row a card; layouts that hold none of them have no row."""
-    if not formats:
-        return None
+def _runs_table(mixtures: Collection[frozenset[str]]) -> Html | None:
+    """How vLLM runs layers of the formats of these assignments, a row a card; layouts that hold none of the assignments
+    have no row."""
+    formats = [f for f in BLOCK_FORMATS if any(f in mixture for mixture in mixtures)]
     body = []
     for target, loader in HOW_IT_RUNS:
         for card in CARDS:
             words = how_it_runs(target, loader, card, formats)
-            if set(words.values()) == {"-"}:
+            read = {f for f, word in words.items() if word != NOT_LOADED}
+            if not any(mixture and mixture <= read for mixture in mixtures):
                 continue
             cells = [el("td", words[f]) for f in formats]
             body.append(
                 el("tr", el("th", target, scope="row"), el("td", f"{loader}, {card}"), cells)
             )
+    if not body:
+        return None
     heads = [el("th", title, scope="col") for title in ("export target", "runs on", *formats)]
     note = (
         f"What runs, which the folder does not decide alone: read in the source of {SOURCE}, not measured on a "

@@ -37,6 +37,7 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": QUIET,
     "text.parse_math": False,  # a `$` in a label is a dollar sign
     "legend.frameon": False,
+    "legend.markerscale": 1.2,
     "svg.hashsalt": "dmx",  # the same record gives the same bytes
     "figure.facecolor": "white",
 }

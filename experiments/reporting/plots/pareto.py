@@ -164,8 +164,8 @@ def _draw_search(axes: Axes, key: str, points: Sequence[_Point], look: tuple[str
     dx, dy = [p.dx for p in points], [p.dy for p in points]
     return axes.errorbar(
         [p.x for p in points], [p.y for p in points], xerr=dx if any(dx) else None,
-        yerr=dy if any(dy) else None, color=look[0], marker=look[1], markersize=7,
-        markeredgecolor="white", linewidth=1.4, capsize=2.5,
+        yerr=dy if any(dy) else None, color=look[0], marker=look[1], markersize=11 if look[1] == "*" else 8,
+        markeredgecolor="white", markeredgewidth=0.5, linewidth=1.4, capsize=2.5,
         linestyle="-" if len(points) > 1 else "none", zorder=4, label=key,
     )  # fmt: skip
 
