@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+Kept = Literal["scores", "descent"]
+"""Whose choice an adaptive search took."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SearchFacts:
@@ -34,8 +37,8 @@ class SearchFacts:
     """Of a descent: how the continuous quantizer of the weights moved between formats."""
     input_path: Literal["element", "line"] | None = None
     """Of the inputs, where it was another."""
-    kept: Literal["scores", "descent"] | None = None
-    """Of name=adaptive: whose choice it is."""
+    kept: Kept | None = None
+    """Of name=adaptive."""
     searched_under: str | None = None
     """Scale rule that a descent of earlier versions knew, where the assignment's own rules are others."""
     steps: int | None = None

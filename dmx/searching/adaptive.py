@@ -13,14 +13,15 @@ show, on text that they have not seen, that they are worth it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dmx.assignment.budget import Budget
+from dmx.assignment.facts import Kept
 from dmx.assignment.space import SearchSpace
+from dmx.formats import Format
 from dmx.kernels import ops
 from dmx.models.finite import not_finite
 from dmx.models.running import model_logits
@@ -37,8 +38,6 @@ MOST_PASSES = 4
 REACH = 0.35
 """How far scores move a raw offset from the middle between two formats, of the way from one to the other; below a
 half, so that each still follows its gradient."""
-
-Kept = Literal["scores", "descent"]
 
 
 def split_batches(batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -136,7 +135,7 @@ def _row_kls(
     bank: Bank,
     config: SearchConfig,
     batch: Tensor,
-    choices: Sequence[Sequence[object]],
+    choices: Sequence[Sequence[Format]],
 ) -> Tensor:
     """(choices, rows) float64 mean KL of each row, nats/token."""
     micro = config.rows_at_a_time()
@@ -149,7 +148,7 @@ def _row_kls(
             reference = model_logits(model, tokens).flatten(0, 1)
             of_part = []
             for formats in choices:
-                bank.set_formats(list(formats))  # type: ignore[arg-type]
+                bank.set_formats([*formats])
                 kl = ops.kl_rows(reference, model_logits(model, tokens).flatten(0, 1))
                 of_part.append(kl.double().view(tokens.shape).mean(1))
             parts.append(torch.stack(of_part))

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from dmx.assignment.facts import SearchFacts
+from dmx.assignment.facts import Kept, SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig, rules_of
 from dmx.assignment.space import Choices, ExpertUnits, Units, Weighting
 from dmx.assignment.targets import SEARCH_TARGETS, Loader
@@ -543,13 +543,14 @@ class SearchConfig(SearchSettings):
             for o in (OPERANDS if self.input_format is None else OPERANDS[:1])
         }
 
-    def summary(self, kept: Literal["scores", "descent"] | None = None) -> SearchFacts:
+    def summary(self, kept: Kept | None = None, *, descended: bool = True) -> SearchFacts:
         """What an assignment says of its search.
 
         Args:
-            kept: of name=adaptive, whose choice it took.
+            kept: of name=adaptive, whose choice it took. descended: whether a search that may take steps took some.
         """
-        family, path, input_path = self.family, *map(self.paths.get, OPERANDS)
+        paths = self.paths if descended else {}
+        family, path, input_path = self.family, *map(paths.get, OPERANDS)
         return SearchFacts(
             name=self.name,
             family=family if isinstance(family, str) else tuple(family),

@@ -15,7 +15,7 @@ from dmx.applying.apply import is_applied
 from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
-from dmx.assignment.facts import SearchFacts
+from dmx.assignment.facts import Kept, SearchFacts
 from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
@@ -40,7 +40,6 @@ from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.adaptive import (
     FEWEST_BATCHES,
-    Kept,
     adaptive_steps,
     judge,
     split_batches,
@@ -241,7 +240,7 @@ def _search(
         model,
         scale_rules=config.scale_rules.by_format(),
         budget=budget,
-        search=config.summary(outcome.kept),
+        search=config.summary(outcome.kept, descended=bool(outcome.history)),
     )
     assignment = outcome.transform.attach(assignment, model)
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)

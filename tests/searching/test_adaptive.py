@@ -37,7 +37,8 @@ def test_few_batches_give_the_choice_of_the_scores_and_say_so(small):
     ):
         result = dmx.search(small, few, BUDGET, config())
     assert result.assignment.formats == scored.formats and result.history == []
-    assert result.assignment.search.kept == "scores" and len(result.warnings) == 1
+    said = result.assignment.search
+    assert said.kept == "scores" and said.path is None and len(result.warnings) == 1
 
 
 @pytest.mark.parametrize(("mean", "kept"), [(-0.2, "descent"), (-0.05, "scores"), (0.2, "scores")])
@@ -62,7 +63,8 @@ def test_the_descent_is_kept_where_it_is_better_by_more_than_an_error(
     space = search_space(small, config())
     taken = space.choice_of(result.assignment.formats)
     np.testing.assert_array_equal(taken, descended if kept == "descent" else scored)
-    assert result.assignment.search.kept == kept
+    said = result.assignment.search
+    assert said.kept == kept and said.path == "element"
     assert bool(result.warnings) == (kept == "scores")
 
 
