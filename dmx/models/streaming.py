@@ -135,9 +135,8 @@ class BlockStream:
         with torch.inference_mode(False), torch.no_grad():
             parameters = self._travelling(self.blocks[index])
             if self._side is not None:
-                for (
-                    parameter
-                ) in parameters:  # rotated weights, for example, took the place of others
+                for parameter in parameters:
+                    # Rotated weights, for example, took the place of others.
                     if not parameter.data.is_pinned():
                         parameter.data = parameter.data.cpu().pin_memory()
             hosts = [parameter.data for parameter in parameters]

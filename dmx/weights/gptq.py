@@ -155,9 +155,9 @@ class _Rounding:
         *,
         one_by_one: bool,
     ) -> None:
-        whole = [Stage(list(part), shares_input=False)]
+        at_once = [Stage(list(part), shares_input=False)]
         # The rows of another process may run other experts first.
-        stages = self._stages(part, runs[0]) if one_by_one else whole
+        stages = self._stages(part, runs[0]) if one_by_one else at_once
         for stage, then in zip_longest(stages, stages[1:]):
             if self.is_sharded:  # gathered weights are let go of at the end of a pass
                 then = None

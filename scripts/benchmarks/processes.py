@@ -20,6 +20,7 @@ from torch import nn
 
 from dmx.applying.apply import applied
 from dmx.evaluate.perplexity import perplexity_of, window_losses
+from dmx.files import write_json
 from dmx.formats import MXFP4
 from dmx.models.sharding import own_bytes, spread
 from dmx.processes import Processes
@@ -93,7 +94,7 @@ def measure_here(arguments: argparse.Namespace) -> None:
             shape, arguments.rows, arguments.length, arguments.device, way, arguments.steps
         )
         if Processes(torch.device(arguments.device)).is_main:
-            (arguments.out / f"{way}.json").write_text(json.dumps(row, indent=1) + "\n")
+            write_json(arguments.out / f"{way}.json", row)
         clear(arguments.device)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -137,7 +138,7 @@ def report(rows: list[dict[str, Any]]) -> str:
     goals = [
         [text, str(limit), ratio(by_way[way][key], first[key])] for text, way, key, limit in GOALS
     ]
-    digits = {f"{row[key]:.4g}" for row in rows for key in ("perplexity",)}
+    digits = {f"{row['perplexity']:.4g}" for row in rows}
     goals.append(["perplexity of all to four digits", "1", str(len(digits))])
     return "\n".join([*lines, *table("goal | limit | measured", goals)])
 
@@ -170,7 +171,7 @@ def main() -> None:
         *launch(arguments, arguments.processes, ["whole", "sharded"]),
     ]
     body = {"machine": machine(arguments.device), "rows": rows}
-    (arguments.out / "processes.json").write_text(json.dumps(body, indent=1) + "\n")
+    write_json(arguments.out / "processes.json", body)
     say(report(rows))
 
 

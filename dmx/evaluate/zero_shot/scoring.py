@@ -82,9 +82,8 @@ class Scorer:
         with without_gradients(model), evaluating(model), cached_weights(model):
             batches = list(self._batches(model, lengths, order))
             idle = 0
-            if is_sharded(
-                model
-            ):  # passes are common, and what one adds to be there counts for nothing
+            # Passes are common, and what one adds to be there counts for nothing.
+            if is_sharded(model):
                 most = processes.largest(torch.tensor(len(batches), device=device))
                 idle = int(most) - len(batches)
             with progress(f"zero-shot {label}".strip(), len(batches), quiet=self.quiet) as advance:

@@ -78,7 +78,7 @@ def tokens_page(records: Mapping[str, Record]) -> tuple[str, dict[str, Figure]]:
     by_rule: dict[str, list[Record]] = {}
     for name, record in sorted(records.items()):
         by_rule.setdefault(name.removeprefix(PREFIX).rsplit("_", 1)[0], []).append(record)
-    lines = ["# Tokens", "", _said(records.values())]  # type: ignore[arg-type]
+    lines = ["# Tokens", "", _said(list(records.values()))]
     figures = {}
     for rule, of in by_rule.items():
         of.sort(key=calibration_tokens)
