@@ -65,8 +65,10 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
 
 
 def _of_results(config_yaml: str) -> str:
-    """The settings without how a model is held (run.memory), which changes no result: a run may go on otherwise."""
-    return re.sub(r"(?m)^(run:\n(?:  .*\n)*?)  memory: \w+\n", r"\1", config_yaml)
+    """The settings without how a model is held: a run may go on otherwise, and as files of before those settings say it."""
+    for name in ("memory", "shard"):
+        config_yaml = re.sub(rf"(?m)^(run:\n(?:  .*\n)*?)  {name}: \S+\n", r"\1", config_yaml)
+    return config_yaml
 
 
 @contextmanager

@@ -143,7 +143,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("large.jsonl"), help="lines are added")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if asked.card is not None and device == "cuda":
+    if asked.card is not None:
+        if device == "cpu":
+            parser.error(f"--card {asked.card:g}: there is no card here. Leave it out")
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, asked.card * (1 << 30) / whole))
     shape = SHAPES[asked.shape]

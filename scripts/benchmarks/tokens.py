@@ -4,16 +4,17 @@
     python -m scripts.benchmarks.tokens --out outputs/tokens --tokens 512 2048 \\
         -- run.device=cpu model.dtype=float32 evaluation.max_windows=8                # what a CPU can
 
-A cell that is there is not run again, one that was stopped goes on. Records are copied to --records, by default into
+A cell that is there is shown and not run again, one that was stopped goes on; one of other settings is refused. Records are copied to --records, by default into
 docs/results/records, as tokens_<rule>_<tokens>.json; `python scripts/make_tables.py` makes the page. What stands after
 `--` is given to `dmx compare` as it is.
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from dmx.files import write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS = (512, 2048, 8192, 32768, 131072, 524288)
@@ -60,12 +61,11 @@ def main() -> int:
         for rule in asked.rules:
             name = f"tokens_{rule}_{tokens}"
             folder = asked.out.absolute() / name
-            if not (folder / "record.json").exists():
-                arguments = cell(tokens, rule, folder, asked.seeds, more)
-                command = [sys.executable, "-m", "experiments.compare", *arguments]
-                if code := subprocess.run(command, cwd=ROOT).returncode:
-                    return code
-            shutil.copyfile(folder / "record.json", asked.records / f"{name}.json")
+            arguments = cell(tokens, rule, folder, asked.seeds, more)
+            command = [sys.executable, "-m", "experiments.compare", *arguments]
+            if code := subprocess.run(command, cwd=ROOT).returncode:
+                return code
+            write_text(asked.records / f"{name}.json", (folder / "record.json").read_text())
     return 0
 
 

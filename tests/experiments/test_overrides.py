@@ -7,10 +7,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from dmx.errors import DmxError
 from experiments import search
-from experiments.running.folder import FolderTaken, claim, hold, release
+from experiments.running.folder import FolderTaken, claim, hold, is_free_for, release
 from experiments.running.overrides import understood
 from experiments.search import SearchRun
 from experiments.train_mor import TrainMorRun
@@ -108,6 +109,20 @@ def test_a_second_command_is_refused_while_the_first_lives(tmp_path):
         hold(tmp_path)
     release(held)
     release(hold(tmp_path))
+
+
+def test_how_a_model_is_held_is_no_part_of_what_a_folder_is_of(tmp_path):
+    def said(seed=0, **run):
+        return OmegaConf.to_yaml({"run": {"folder": "a", **run}, "search": {"seed": seed}})
+
+    claim(tmp_path, said())  # of before there were these settings
+    for held in ({"shard": "on", "memory": "all"}, {"shard": "off", "memory": "block"}):
+        claim(tmp_path, said(**held))
+        assert is_free_for(tmp_path, said(**held))
+    for other in (said(seed=1, shard="on"), said(device="cuda")):
+        assert not is_free_for(tmp_path, other)
+        with pytest.raises(FolderTaken, match="holds another run"):
+            claim(tmp_path, other)
 
 
 def test_the_folder_of_a_killed_command_is_free_at_once(tmp_path):

@@ -3,6 +3,7 @@
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,21 +59,23 @@ def test_a_cell_has_as_many_tokens_as_it_says(n_tokens, rows, batches, scored, t
     assert said["search.scale_rules.input"] == "even" and arguments[-1] == "run.device=cpu"
 
 
-def test_a_cell_that_is_there_is_not_run_again(tmp_path, monkeypatch):
+def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypatch):
     out, records, ran = tmp_path / "out", tmp_path / "records", []
     records.mkdir()
-    (out / "tokens_floor_512").mkdir(parents=True)
-    (out / "tokens_floor_512" / "record.json").write_text("{}")
 
     def run(command, **_):
         ran.append(command)
-        return type("Done", (), {"returncode": 3})
+        folder = Path(next(a for a in command if a.startswith("run.folder=")).partition("=")[2])
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(folder.name)
+        return type("Done", (), {"returncode": 3 * (len(ran) > 1)})
 
     monkeypatch.setattr(tokens.subprocess, "run", run)
     asked = f"tokens --out {out} --records {records} --tokens 512 2048 --rules floor -- steps=1"
     monkeypatch.setattr(sys, "argv", asked.split())
-    assert tokens.main() == 3 and len(ran) == 1 and ran[0][-1] == "steps=1"
-    assert (records / "tokens_floor_512.json").read_text() == "{}"
+    assert tokens.main() == 3 and len(ran) == 2 and ran[0][-1] == "steps=1"
+    (copied,) = records.iterdir()  # of the one that did not fail
+    assert copied.name == "tokens_floor_512.json" and copied.read_text() == "tokens_floor_512"
     monkeypatch.setattr(sys, "argv", [*asked.split()[:5], "--tokens", "700"])
     with pytest.raises(SystemExit):
         tokens.main()
