@@ -38,6 +38,12 @@ from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request
 from .tools import PEERS, ROOT, asked, check_can, python_of
 
 RECORD = "record.json"
+FAILED = "failed.json"
+MEASURED = (
+    "model", "dtype", "device", "calibration", "evaluation", "token_window", "window", "windows", "rules", "quantized",
+    "tasks", "task_limit", "own_windows",
+)  # fmt: skip
+"""Arguments beside a cell's own that its record depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +149,33 @@ def cells_of(given: argparse.Namespace, options: dict[str, str]) -> Iterator[Cel
                         )
 
 
+def options_of(given: argparse.Namespace) -> dict[str, str]:
+    """Of --option.
+
+    Raises:
+        RunError: one is no KEY=VALUE, or none of the methods asked for takes it.
+    """
+    options = {}
+    methods = [PEERS[peer].methods[method] for name in given.peers for peer, method in asked(name)]
+    known = sorted({key for method in methods for key in (*method.needs, *method.takes)})
+    for text in given.option:
+        key, is_pair, value = text.partition("=")
+        if not is_pair or key not in known:
+            raise RunError(
+                f"--option {text}: what is asked for takes {', '.join(f'{k}=VALUE' for k in known) or 'none'}."
+            )
+        options[key] = value
+    return options
+
+
+def check_tokens(given: argparse.Namespace) -> None:
+    """Raise RunError for numbers of tokens that are no whole rows."""
+    if wrong := [n for n in given.tokens if n < 1 or n % given.token_window]:
+        raise RunError(
+            f"--tokens {wrong[0]}: rows have --token-window {given.token_window} tokens. Give a multiple, or other rows."
+        )
+
+
 class Grid:
     """Runs cells in the output folder."""
 
@@ -156,11 +189,11 @@ class Grid:
         """The record of a cell, read back if it is there.
 
         Raises:
-            RunError: the peer failed, or its answer cannot be measured.
+            RunError: the peer failed, its answer cannot be measured, or the folder has the cell of other settings.
         """
-        folder = self.folder(cell)
+        folder, requested = self.folder(cell), self._requested(cell)
         if (folder / RECORD).exists():
-            return Record.load(folder / RECORD)
+            return _same(Record.load(folder / RECORD), requested, folder)
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
@@ -176,7 +209,7 @@ class Grid:
             device=device_facts(torch.device(self.given.device)),
             peak_memory_bytes=peak_memory_bytes(torch.device(self.given.device)),
             seed=cell.seed,
-            requested={**asdict(cell), "option": self.options},
+            requested=requested,
             actual=actual,
             model=self.bench.facts,
             data=self.bench.data(self.bench.rows(cell.tokens, cell.seed)),
@@ -185,7 +218,14 @@ class Grid:
             warnings=(),
         )
         record.save(folder / RECORD)
+        (folder / FAILED).unlink(missing_ok=True)
         return record
+
+    def _requested(self, cell: Cell) -> dict[str, Any]:
+        """All that the record of a cell depends on, as its file has it."""
+        measured = {name: getattr(self.given, name) for name in MEASURED}
+        named = {**asdict(cell), "family": list(cell.family)}
+        return {**named, "option": self.options, **measured}
 
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
@@ -213,6 +253,9 @@ class Grid:
         )
         is_same = (folder / REQUEST).exists() and Request.load(folder / REQUEST) == request
         if not (is_same and (folder / ANSWER).exists()):
+            # Before the request: an answer is never beside one that it is not of.
+            for name in (ANSWER, FAILURE, WEIGHTS):
+                (folder / name).unlink(missing_ok=True)
             request.save(folder / REQUEST)
             bench.write_tokens(folder, bench.rows(cell.tokens, cell.seed), request.own_windows)
             run_worker(cell.peer, folder)
@@ -261,6 +304,21 @@ class Grid:
         return facts, rows
 
 
+def _same(record: Record, requested: dict[str, Any], folder: Path) -> Record:
+    """The record, if it is of these settings.
+
+    Raises:
+        RunError: it is not; says where they differ.
+    """
+    if changed := [key for key, value in requested.items() if record.requested.get(key) != value]:
+        there = ", ".join(f"{key}={record.requested.get(key)}" for key in changed)
+        here = ", ".join(f"{key}={requested[key]}" for key in changed)
+        raise RunError(
+            f"{folder} has this cell with {there}, not {here}: give another --out, or delete it"
+        )
+    return record
+
+
 def run_worker(peer: str, folder: Path) -> None:
     """Answer the request of a folder in the peer's environment.
 
@@ -268,8 +326,6 @@ def run_worker(peer: str, folder: Path) -> None:
         RunError: the peer is not installed, or failed; ends in the last line of its error.
     """
     python = python_of(peer)
-    for name in (ANSWER, FAILURE, WEIGHTS):
-        (folder / name).unlink(missing_ok=True)
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     environment = {**os.environ, **dict.fromkeys(offline, "1")}
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
@@ -309,7 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     failed = 0
     try:
-        options = dict(text.split("=", 1) for text in given.option)
+        check_tokens(given)
+        options = options_of(given)
         cells = list(cells_of(given, options))
         tasks = list(TASKS) if given.tasks == ["all"] else given.tasks
         bench = Bench(
@@ -335,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(line_of(grid.run(cell)), flush=True)
         except DmxError as error:
             failed += 1
-            write_json(grid.folder(cell) / "failed.json", {"cell": asdict(cell), "why": str(error)})
+            write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})
             print(f"{cell.name}: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 

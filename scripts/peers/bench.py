@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.space import SearchSpace
 from dmx.data import DataConfig, encode, load_text, text_tokens, token_batches, windows_of
+from dmx.errors import RunError
+from dmx.files import read_json, write_json
 from dmx.models import ModelConfig, load_model
 from dmx.searching import SearchConfig, search_space
 from experiments.reporting.record import ModelFacts, Row, TextFacts
@@ -63,12 +65,19 @@ class Bench:
 
     @property
     def model_folder(self) -> Path:
-        """The model as peers read it: safetensors and tokenizer, written once."""
+        """The model as peers read it: safetensors and tokenizer, written once.
+
+        Raises:
+            RunError: the folder has another model.
+        """
         place = self.folder / "model"
-        if not (place / "done").exists():
+        done, facts = place / "done.json", self.facts.to_dict()
+        if not done.exists():
             self.model.save_pretrained(place)
             self.tokenizer.save_pretrained(place)
-            (place / "done").touch()
+            write_json(done, facts)
+        elif (there := read_json(done)) != facts:
+            raise RunError(f"{place} has the model {there}, not {facts}: give another --out")
         return place
 
     def space(self, formats: Sequence[str], units: str) -> SearchSpace:
@@ -77,10 +86,9 @@ class Bench:
         return search_space(self.model, SearchConfig(name="kl_per_bit", **settings))
 
     def rows(self, tokens: int, seed: int) -> list[Tensor]:
-        """So many calibration tokens, a row a batch; another seed draws other rows."""
+        """So many calibration tokens, whole rows, a row a batch; another seed draws other rows."""
         window = self.texts.token_window
-        count = max(1, tokens // window)
-        return token_batches(self._calibration, window, 1, seed=seed, n_batches=count)
+        return token_batches(self._calibration, window, 1, seed=seed, n_batches=tokens // window)
 
     def data(self, rows: Sequence[Tensor]) -> dict[str, TextFacts]:
         """Facts of both texts, for a record."""

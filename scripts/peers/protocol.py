@@ -89,7 +89,7 @@ class Answer(_Kept):
 
 
 def layer_bits(formats: Mapping[str, str], elements: Mapping[str, int]) -> float:
-    """Average element_bits by weight elements: a second count beside `SearchSpace.average`, of the names alone."""
+    """Average element_bits by weight elements, of the names alone; beside `SearchSpace.average` a second count."""
     bits = {name: int(name.removeprefix("mxfp")[0]) for name in set(formats.values())}
     total = sum(elements[layer] for layer in formats)
     return sum(bits[f] * elements[layer] for layer, f in formats.items()) / total

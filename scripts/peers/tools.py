@@ -29,6 +29,8 @@ class Method:
     """Lists of candidates that it can be given; None: any of its formats."""
     needs: tuple[str, ...] = ()
     """Options without which it cannot run."""
+    takes: tuple[str, ...] = ()
+    """Options that it may be given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,10 @@ PEERS = {
         methods={
             "auto_scheme": Method(label="auto-round AutoScheme"),
             "sign_round": Method(
-                label="auto-round SignRound", gives="weights", after="auto_round:auto_scheme"
+                label="auto-round SignRound",
+                gives="weights",
+                after="auto_round:auto_scheme",
+                takes=("iters",),
             ),
         },
     ),
@@ -90,6 +95,7 @@ PEERS = {
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
                 needs=("dmx",),
+                takes=("steps",),
             ),
         },
         cannot=("it chooses for every layer alone; a penalty stands in place of a budget",),

@@ -191,6 +191,16 @@ COMMON = [
 ]  # fmt: skip
 
 
+def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
+    for more, said in (
+        (["--option", "iter=5"], "--option iter=5: what is asked for takes iters=VALUE."),
+        (["--option", "iters"], "--option iters: what is asked for takes iters=VALUE."),
+        (["--tokens", "300"], "--tokens 300: rows have --token-window 256 tokens."),
+    ):
+        assert peers.main(["none", "--out", "x", "--peers", "auto_round:sign_round", *more]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     asked = []
 
@@ -217,6 +227,12 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     scheme = ("auto_round", "auto_scheme")
     assert asked == [scheme, scheme, ("auto_round", "sign_round")]
     assert peers.main(command) == 0 and len(asked) == 3
+    assert not list(tmp_path.glob("cells/*/failed.json"))
+    assert peers.main([*command, "--windows", "1"]) == 1 and len(asked) == 3
+    assert "with windows=2, not windows=1: give another --out" in capsys.readouterr().err
+    other = [w.replace("tiny_random", "tiny_llama") for w in command]
+    assert peers.main([*other, "--seeds", "1"]) == 1
+    assert "/model has the model" in capsys.readouterr().err
 
     records = [Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json"))]
     nearest, rounded = ([row.nll for row in record.rows] for record in records)
@@ -296,7 +312,8 @@ def test_finished_weights_are_read(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "run_worker", search_apart)
     command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]
-    assert peers.main([*command, "--option", "iters=2"]) == 0
+    fast = ["--option", "iters=2"] if "sign_round" in name else []
+    assert peers.main([*command, *fast]) == 0
     scheme, finished = (Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json")))
     assert finished.actual["gives"] == "weights"
     own = finished.actual["own"]

@@ -4,6 +4,7 @@ Both take a data loader in place of the data sets that auto-round would fetch. A
 as its own schemes and `shared_layers`; it counts element bits with `ignore_scale_zp_bits`.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -121,8 +122,6 @@ def sign_round(cell: Cell) -> None:
     asked = cell.request
     assert asked.given is not None
     model = cell.model()
-    import dataclasses
-
     layers: dict[str, Any] = {
         name: {
             k: v

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from ..protocol import layer_bits
 from .common import Cell, main
 
 QUANTIZERS = {
@@ -71,11 +72,9 @@ def lowered(
 ) -> dict[str, str]:
     """The formats within the limit of average bits: raised layers of the smallest offset are lowered first."""
     kept = dict(formats)
-    bits = {name: int(name.removeprefix("mxfp")[0]) for name in _FORMATS.values()}
-    total = sum(elements.values())
     raised = sorted((n for n, f in kept.items() if f != "mxfp4"), key=lambda n: (offsets[n], n))
     for name in raised:
-        if sum(bits[kept[n]] * elements[n] for n in kept) <= limit * total:
+        if layer_bits(kept, elements) <= limit:
             break
         kept[name] = "mxfp4"
     return kept

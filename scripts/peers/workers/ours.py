@@ -20,7 +20,7 @@ STEPS = {"dmx_40": 40, "dmx_80": 80}
 
 
 def config_of(cell: Cell) -> SearchConfig:
-    """The search that the method names: kl_per_bit, fisher, kl, or the exact descent with so many steps."""
+    """The search that the method names: kl_per_bit, fisher, or the exact descent with so many steps."""
     asked = cell.request
     units = "fused" if any(len(unit) > 1 for unit in asked.units) else "layer"
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
