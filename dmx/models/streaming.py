@@ -37,7 +37,32 @@ class _Copies:
     parameters: list[nn.Parameter]
     hosts: list[Tensor]
     copies: list[Tensor]
+    versions: list[int]
+    """Of the Parameters when they were last alike in both places."""
     ready: torch.cuda.Event | None
+
+    def are_current(self) -> bool:
+        """Of a block that waits for its turn: whether nobody wrote its Parameters, or replaced them, since."""
+        now = [(p.data_ptr(), _version(p)) for p in self.parameters]
+        return now == [(h.data_ptr(), v) for h, v in zip(self.hosts, self.versions, strict=True)]
+
+    def arrive(self) -> None:
+        """The Parameters are the copies."""
+        for parameter, copy in zip(self.parameters, self.copies, strict=True):
+            parameter.data = copy
+        self.wait()
+        self.versions = list(map(_version, self.parameters))
+
+    def go_home(self) -> None:
+        """The Parameters are in CPU memory again, with what was written into them, or put in their place, meanwhile."""
+        each = zip(self.parameters, self.hosts, self.copies, self.versions, strict=True)
+        for parameter, host, copy, version in each:
+            if parameter.data_ptr() != copy.data_ptr():
+                parameter.data = parameter.data.to(host.device)
+                continue
+            if _version(parameter) != version:
+                host.copy_(copy)
+            parameter.data = host
 
     def wait(self) -> None:
         """Before they are used, or their memory is."""
@@ -56,7 +81,8 @@ class BlockStream:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.device, self.blocks = device, list(decoder_blocks(model) or [])
+        self.model, self.device = model, device
+        self.blocks = list(decoder_blocks(model) or [])
         self._staying = _check(model, self.blocks)
         self._stays = {id(parameter) for parameter in self._staying}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -103,13 +129,13 @@ class BlockStream:
         """Have the Parameters of a block on the device from here on, until another one is entered."""
         if self._now is None or self._now[0] != index:
             self._leave()
-            if self._ahead is not None and self._ahead[0] != index:
-                self._drop()
+            if self._ahead is not None:
+                is_this = self._ahead[0] == index and self._ahead[1].are_current()
+                if not is_this:
+                    self._drop()
             copies = self._copied(index) if self._ahead is None else self._ahead[1]
             self._ahead, self._now = None, (index, copies)
-            for parameter, copy in zip(copies.parameters, copies.copies, strict=True):
-                parameter.data = copy
-            copies.wait()
+            copies.arrive()
         expected = self._next(index)
         if expected != index and (self._ahead is None or self._ahead[0] != expected):
             self._drop()
@@ -140,25 +166,26 @@ class BlockStream:
                     if not parameter.data.is_pinned():
                         parameter.data = parameter.data.cpu().pin_memory()
             hosts = [parameter.data for parameter in parameters]
+            versions = list(map(_version, parameters))
             copies = [torch.empty_like(host, device=self.device) for host in hosts]
             self.moved_bytes += sum(map(_bytes, hosts))
             if self._side is None:
                 for copy, host in zip(copies, hosts, strict=True):
                     copy.copy_(host)
-                return _Copies(parameters, hosts, copies, None)
+                return _Copies(parameters, hosts, copies, versions, None)
             # Their memory may be that of tensors which kernels before this one still use.
             self._side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._side):
                 for copy, host in zip(copies, hosts, strict=True):
                     copy.copy_(host, non_blocking=True)
-            return _Copies(parameters, hosts, copies, self._side.record_event())
+            event = self._side.record_event()
+            return _Copies(parameters, hosts, copies, versions, event)
 
     def _leave(self) -> None:
         if self._now is None:
             return
         index, copies = self._now
-        for parameter, host in zip(copies.parameters, copies.hosts, strict=True):
-            parameter.data = host
+        copies.go_home()
         for module in self.blocks[index].modules():
             forget = getattr(module, "forget_quantized", None)
             if forget is not None:
@@ -195,6 +222,7 @@ class BlockStream:
             run = block.__dict__.pop("forward")
             if run.before is not None:
                 block.forward = run.before
+        del self.model.__dict__[_STREAM]
 
     def describe(self) -> str:
         """What is on the device, and what travels."""
@@ -327,6 +355,11 @@ def _check(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
             "block by block. Use memory=all."
         )
     return [p for p in parameters if len(owners.get(id(p), ())) != 1]
+
+
+def _version(parameter: nn.Parameter) -> int:
+    """Counts what is written into it; inference tensors do not count."""
+    return 0 if parameter.is_inference() else parameter._version
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -134,6 +134,30 @@ def test_a_pass_forward_and_backward_copies_each_block_once_each_way(held):
     assert (copied(4) - copied(2)) * 4 == 2 * 6 * stream.pass_bytes
 
 
+@pytest.mark.parametrize("change", ["load_state_dict", "double"])
+def test_what_is_written_into_blocks_between_passes_stays(held, change):
+    whole, model, _ = held()
+    for one in (whole, model):
+        one(BATCHES[0])  # one block is there, and the next one copied ahead
+        if change == "double":  # puts other tensors into the Parameters
+            one.double()
+        else:
+            one.load_state_dict({name: 2 * value for name, value in one.state_dict().items()})
+    assert torch.equal(whole(BATCHES[0]).logits, model(BATCHES[0]).logits)
+    assert torch.equal(whole(BATCHES[1]).logits, model(BATCHES[1]).logits)
+
+
+def test_a_model_whose_stream_is_closed_is_whole_again(held):
+    whole, model, stream = held(layers=2)
+    model(BATCHES[0])
+    stream.close()
+    copied = stream.moved_bytes
+    assert stream_of(model) is None
+    assert numbers(searched(model, "fisher")) == numbers(searched(whole, "fisher"))
+    assert stream.moved_bytes == copied
+    stream_blocks(model, "cpu").close()
+
+
 @pytest.mark.parametrize("stopped", ["whole", "by block"])
 def test_a_search_that_stopped_goes_on_held_the_other_way(held, tmp_path, stopped):
     whole, model, _ = held(layers=2)
