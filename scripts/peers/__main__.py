@@ -11,6 +11,7 @@ copy cells/*/record.json to docs/results/records/peers_*.json.
 """
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from omegaconf import OmegaConf
 from dmx.data import DataConfig
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
-from dmx.files import write_json
+from dmx.files import check_writable, write_json
 from dmx.models import ModelConfig
 from experiments.reporting.record import Record, Row
 from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
@@ -368,6 +369,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_tokens(given)
         options = options_of(given)
         cells = list(cells_of(given, options))
+        if not cells or not all(math.isfinite(cell.limit) for cell in cells):
+            raise RunError(f"--budgets {given.budgets}, --family {given.family}: nothing to run")
+        check_writable(given.out)
         tasks = list(TASKS) if given.tasks == ["all"] else given.tasks
         bench = Bench(
             model_of(given),
@@ -390,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for cell in cells:
         try:
             print(line_of(grid.run(cell)), flush=True)
-        except DmxError as error:
+        except ValueError as error:  # a DmxError, or a file of the cell is damaged
             failed += 1
             write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})
             print(f"{cell.name}: {error}", file=sys.stderr, flush=True)

@@ -30,7 +30,12 @@ class _Kept:
         Raises:
             ValueError: it is no JSON object of these keys; names those that are missing or unknown.
         """
-        body = json.loads(Path(path).read_text())
+        try:
+            body = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged ({error}): delete it, and it is made again"
+            ) from error
         known = {f.name for f in fields(cls)}
         if not isinstance(body, dict) or set(body) != known:
             found = sorted(set(body) ^ known) if isinstance(body, dict) else type(body).__name__

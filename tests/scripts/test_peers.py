@@ -185,6 +185,21 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
         tools.python_of("modelopt")
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--budgets", "nan"], "--budgets [nan]"),
+        (["--family", "mxfp4", "other"], "nothing to run"),
+        (["--out", "/proc/peers"], "/proc/peers"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_anything_is_loaded(tmp_path, capsys, given, message):
+    assert (
+        peers.main(["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", *given]) == 2
+    )
+    assert message in capsys.readouterr().err
+
+
 COMMON = [
     "--calibration", "synthetic:calibration", "--evaluation", "synthetic:evaluation", "--token-window", "32",
     "--tokens", "64", "--window", "32", "--windows", "2",
@@ -243,6 +258,12 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert "| auto-round AutoScheme | 4/8 | 5 | 4.000 |" in page
     assert "| auto-round SignRound (weights) | 4/8 | 5 | 4.000 |" in page
     assert "| auto-round AutoScheme | mxfp4/mxfp8_e4m3 | 2 | 5.50000 |" in page
+
+    cell = next(tmp_path.glob("cells/*auto_scheme*"))
+    (cell / "record.json").unlink()
+    (cell / ANSWER).write_text('{"x')
+    assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
+    assert f"{ANSWER} is damaged" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- in their environments
