@@ -572,6 +572,18 @@ void block_amax(const void* x, float* amax, int64_t rows, int64_t n, int64_t blo
   });
 }
 
+// values[i]: |Q(x)| of a half with one scale, NaN where that is; inside[i]: whether it is not clamped.
+template <class Inside>
+inline void scaled_half(const uint32_t* bits, float scale, const Format& f, float* values,
+                        Inside* inside) {
+  const float divisor = scale > 0.0f ? scale : 1.0f;
+  for (int i = 0; i < kHalf; ++i) {
+    const float rounded = unclamped_round(float_of(bits[i] & kMagnitude) / divisor, f);
+    inside[i] = rounded <= f.max_normal;
+    values[i] = (rounded < f.max_normal ? rounded : f.max_normal) * scale;
+  }
+}
+
 // One of `out` (the dtype of x) and `wide` (float32) is written; `inside` may be null. A NaN scale makes its
 // block NaN.
 template <class T>
@@ -588,16 +600,11 @@ void scaled(const void* x, void* out, float* wide, uint8_t* inside, const float*
     uint32_t bits[kBlock];
     load_block<T>(from + at, count, bits);
     uint8_t is_inside[kBlock];
-    for (int half = 0; half < 2; ++half) {
-      const float scale = scale_of[half], divisor = scale > 0.0f ? scale : 1.0f;
-      uint32_t* own = bits + half * kHalf;
-      for (int i = 0; i < kHalf; ++i) {
-        const float rounded = unclamped_round(float_of(own[i] & kMagnitude) / divisor, f);
-        is_inside[half * kHalf + i] = rounded <= f.max_normal;
-        const float value = (rounded < f.max_normal ? rounded : f.max_normal) * scale;
-        own[i] = bits_of(value) | (own[i] & kSign);
-      }
-    }
+    float values[kBlock];
+    for (int half = 0; half < 2; ++half)
+      scaled_half(bits + half * kHalf, scale_of[half], f, values + half * kHalf,
+                  is_inside + half * kHalf);
+    for (int i = 0; i < kBlock; ++i) bits[i] = bits_of(values[i]) | (bits[i] & kSign);
     if (wide) std::memcpy(wide + at, bits, 4 * count);
     else store_block<T>(bits, count, to + at);
     for (int i = 0; i < count; ++i) {
@@ -610,6 +617,108 @@ void scaled(const void* x, void* out, float* wide, uint8_t* inside, const float*
       is_inside[i] = 1;
     }
     if (inside) std::memcpy(inside + at, is_inside, count);
+  });
+}
+
+// ---- the line between two formats of which one is no MX format; names as in dmx.numerics.mixed_line ---
+
+// Powers of two of MX blocks as numbers, NaN of blocks with NaN or Inf.
+template <class T>
+void mx_scales(const void* x, float* scales, int64_t rows, int64_t n, const Format& f,
+               int threads) {
+  const auto* from = static_cast<const typename T::Storage*>(x);
+  for_each_block(rows, n, threads, [=](int64_t, int64_t offset, int64_t block, int count) {
+    uint32_t bits[kBlock];
+    load_block<T>(from + offset, count, bits);
+    const uint32_t amax = largest_magnitude(bits);
+    scales[block] =
+        amax >= kInf ? __builtin_nanf("") : power_of_two(block_exponent(bits, amax, f));
+  });
+}
+
+// scales: of each block, NaN where the block is; null for bf16, which leaves values as they are.
+struct Side {
+  const float* scales;
+  int64_t block_size;
+  Format format;
+};
+
+struct MixedLine {
+  float share;
+  Side low, high;
+};
+
+inline void side_magnitudes(const uint32_t* bits, const Side& side, int64_t row, int64_t column,
+                            int64_t n, float* values, float* inside) {
+  if (!side.scales) {
+    for (int i = 0; i < kBlock; ++i) values[i] = float_of(bits[i] & kMagnitude), inside[i] = 1.0f;
+    return;
+  }
+  const int64_t per_row = (n + side.block_size - 1) / side.block_size;
+  const Halves halves(row, column, per_row, side.block_size);
+  scaled_half(bits, side.scales[halves.first], side.format, values, inside);
+  scaled_half(bits + kHalf, side.scales[halves.second], side.format, values + kHalf,
+              inside + kHalf);
+}
+
+// share lies between the stops.
+template <class T>
+void mixed_line(const void* x, void* out, int64_t rows, int64_t n, const MixedLine& path,
+                int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  Storage* to = static_cast<Storage*>(out);
+  const float share = path.share, rest = 1.0f - path.share;
+  for_each_piece(rows, n, threads, [=](int64_t row, int64_t column, int count) {
+    const int64_t at = row * n + column;
+    uint32_t bits[kBlock];
+    load_block<T>(from + at, count, bits);
+    float low[kBlock], high[kBlock], inside[kBlock];
+    side_magnitudes(bits, path.low, row, column, n, low, inside);
+    side_magnitudes(bits, path.high, row, column, n, high, inside);
+    for (int i = 0; i < kBlock; ++i) low[i] = rest * low[i] + share * high[i];
+    for (int i = 0; i < kBlock; ++i) bits[i] = bits_of(low[i]) | (bits[i] & kSign);
+    Storage stored[kBlock];
+    T::store(bits, stored);
+    for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
+      stored[i] = (bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
+    std::memcpy(to + at, stored, count * sizeof(Storage));
+  });
+}
+
+// grad_x may be null. sums hold 32 zeros for each kChunk pieces of a row: of grad * (Q_high - Q_low).
+template <class T>
+void mixed_line_backward(const void* grad, const void* x, void* grad_x, float* sums, int64_t rows,
+                         int64_t n, const MixedLine& path, int threads) {
+  using Storage = typename T::Storage;
+  const Storage* from = static_cast<const Storage*>(x);
+  const Storage* above = static_cast<const Storage*>(grad);
+  Storage* to = static_cast<Storage*>(grad_x);
+  const float share = path.share, rest = 1.0f - path.share;
+  constexpr int64_t summed = kChunk * kBlock;
+  const int64_t per_row = (n + summed - 1) / summed;
+  for_each_piece(rows, n, threads, [=](int64_t row, int64_t column, int count) {
+    const int64_t at = row * n + column;
+    uint32_t bits[kBlock], grad_bits[kBlock];
+    load_block<T>(from + at, count, bits);
+    load_block<T>(above + at, count, grad_bits);
+    float low[kBlock], high[kBlock], in_low[kBlock], in_high[kBlock];
+    side_magnitudes(bits, path.low, row, column, n, low, in_low);
+    side_magnitudes(bits, path.high, row, column, n, high, in_high);
+    float* own = sums + (row * per_row + column / summed) * kBlock;
+    for (int i = 0; i < kBlock; ++i) {
+      const bool is_number = low[i] == low[i] && high[i] == high[i];
+      const float difference = is_number && low[i] != high[i] ? high[i] - low[i] : 0.0f;
+      own[i] += float_of(grad_bits[i] ^ (bits[i] & kSign)) * difference;
+      const float dx = is_number ? rest * in_low[i] + share * in_high[i] : 0.0f;
+      grad_bits[i] = dx > 0.0f ? bits_of(float_of(grad_bits[i]) * dx) : 0u;
+    }
+    if (!to) return;
+    Storage stored[kBlock];
+    T::store(grad_bits, stored);
+    for (int i = 0; i < kBlock; ++i)
+      stored[i] = (grad_bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
+    std::memcpy(to + at, stored, count * sizeof(Storage));
   });
 }
 
@@ -812,6 +921,22 @@ void dmx_line_backward(int dtype, const void* grad, const void* x, void* grad_x,
                        int64_t rows, int64_t n, const Line* path, int threads) {
   DMX_DISPATCH(dtype, line_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n, *path,
                threads)
+}
+
+void dmx_mx_scales(int dtype, const void* x, void* scales, int64_t rows, int64_t n,
+                   const Format* f, int threads) {
+  DMX_DISPATCH(dtype, mx_scales, x, static_cast<float*>(scales), rows, n, *f, threads)
+}
+
+void dmx_mixed_line(int dtype, const void* x, void* out, int64_t rows, int64_t n,
+                    const MixedLine* path, int threads) {
+  DMX_DISPATCH(dtype, mixed_line, x, out, rows, n, *path, threads)
+}
+
+void dmx_mixed_line_backward(int dtype, const void* grad, const void* x, void* grad_x, void* sums,
+                             int64_t rows, int64_t n, const MixedLine* path, int threads) {
+  DMX_DISPATCH(dtype, mixed_line_backward, grad, x, grad_x, static_cast<float*>(sums), rows, n,
+               *path, threads)
 }
 
 void dmx_block_amax(int dtype, const void* x, void* amax, int64_t rows, int64_t n,

@@ -23,6 +23,7 @@ from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, WEIGHT_RULES, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels.buffers import fresh_like, rows_of, writable_in_place
 from dmx.numerics.continuous import N_PATH_PARAMETERS, is_line
+from dmx.numerics.mixed_line import sides_of
 from dmx.numerics.mx import QuantizedTensor
 from dmx.numerics.packing import pack_codes
 from dmx.numerics.scaled import AMAX_RULES, amax_scales
@@ -124,6 +125,18 @@ class _Format(ctypes.Structure):
     ]
 
 
+class _Side(ctypes.Structure):
+    _fields_ = [
+        ("scales", ctypes.c_void_p),
+        ("block_size", ctypes.c_int64),
+        ("format", _Format),
+    ]
+
+
+class _MixedLine(ctypes.Structure):
+    _fields_ = [("share", ctypes.c_float), ("low", _Side), ("high", _Side)]
+
+
 @cache
 def _format(element: ElementFormat, scale_rule: ScaleRule) -> _Format:
     rule = WEIGHT_RULES.index(scale_rule)
@@ -157,10 +170,11 @@ def load_library() -> ctypes.CDLL:
     shape = [count, count]
     library.dmx_fake_quant.argtypes = [number, pointer, pointer, *shape, pointer, number]
     library.dmx_quantize.argtypes = [number, *[pointer] * 3, *shape, pointer, number, number]
-    for path in ("continuous", "line"):
+    for path in ("continuous", "line", "mixed_line"):
         forward, backward = (getattr(library, f"dmx_{path}{end}") for end in ("", "_backward"))
         forward.argtypes = [number, pointer, pointer, *shape, pointer, number]
         backward.argtypes = [number, *[pointer] * 4, *shape, pointer, number]
+    library.dmx_mx_scales.argtypes = [number, pointer, pointer, *shape, pointer, number]
     library.dmx_block_amax.argtypes = [number, pointer, pointer, *shape, count, number]
     library.dmx_scaled.argtypes = [number, *[pointer] * 5, *shape, count, pointer, number]
     factor = ctypes.c_float
@@ -182,6 +196,9 @@ def load_library() -> ctypes.CDLL:
         "continuous_backward",
         "line",
         "line_backward",
+        "mixed_line",
+        "mixed_line_backward",
+        "mx_scales",
         "block_amax",
         "scaled",
         "cross_entropy",
@@ -396,6 +413,91 @@ def wide_values(
     inside = torch.empty(last.shape, dtype=torch.bool)
     _scaled(last, block_format, scale_rule, amax, out=None, wide=wide, inside=inside)
     return wide, inside
+
+
+def _mx_scales(last: Tensor, block_format: BlockFormat, scale_rule: ScaleRule) -> Tensor:
+    """As `_scales`, of an MX format."""
+    rows, n, _ = rows_of(last)
+    scales = torch.empty((*last.shape[:-1], block_format.blocks(n) if n else 0))
+    load_library().dmx_mx_scales(
+        _DTYPE_CODES[last.dtype],
+        last.data_ptr(),
+        scales.data_ptr(),
+        rows,
+        n,
+        ctypes.byref(_format(block_format.element, scale_rule)),
+        _threads(last),
+    )
+    return scales
+
+
+def _mixed_line(
+    last: Tensor, parameters: Tensor, amax: Tensor | float | None
+) -> tuple[_MixedLine, list[Tensor]]:
+    """What the kernels read of a row of parameters and of x; and the scales, which must outlive it."""
+    path, kept = _MixedLine(float(parameters[0])), []
+    for name, (block_format, rule) in zip(("low", "high"), sides_of(parameters), strict=True):
+        if rule is None or not isinstance(block_format, BlockFormat):
+            continue  # bf16: no scales
+        if block_format.is_mx:
+            scales = _mx_scales(last, block_format, rule)
+        else:
+            fixed = amax if block_format.needs_input_amax else None
+            scales = _scales(last, block_format, rule, fixed)
+        kept.append(scales)
+        size = block_format.block_size or max(last.shape[-1], 1)
+        numbers = _format(block_format.element, "floor")  # the kernels look at the element alone
+        setattr(path, name, _Side(scales.data_ptr(), size, numbers))
+    return path, kept
+
+
+def mixed_fake_quant(
+    x: Tensor, parameters: Tensor, amax: Tensor | float | None, out: Tensor | None
+) -> Tensor:
+    """See `dmx.numerics.mixed_line.mixed_fake_quant`, between the stops, for rules of `has_scaled`; arguments are
+    checked by the door."""
+    last = x.contiguous()
+    path, _kept = _mixed_line(last, parameters, amax)
+    direct = out is not None and writable_in_place(x, out)
+    target = out if direct and out is not None else fresh_like(last)
+    rows, n, _ = rows_of(last)
+    load_library().dmx_mixed_line(
+        _DTYPE_CODES[x.dtype],
+        last.data_ptr(),
+        target.data_ptr(),
+        rows,
+        n,
+        ctypes.byref(path),
+        _threads(x),
+    )
+    return target if direct or out is None else out.copy_(target)
+
+
+def mixed_fake_quant_backward(
+    grad: Tensor,
+    x: Tensor,
+    parameters: Tensor,
+    amax: Tensor | float | None,
+    needs_grad_x: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """Both gradients on that line, likewise; sums as in `continuous_fake_quant_backward`."""
+    last, above = x.contiguous(), grad.contiguous()
+    path, _kept = _mixed_line(last, parameters, amax)
+    rows, n, _ = rows_of(last)
+    sums = torch.zeros(rows * -(-n // (BLOCKS_PER_SUM * BLOCK_SIZE)), BLOCK_SIZE)
+    grad_x = fresh_like(last) if needs_grad_x else None
+    load_library().dmx_mixed_line_backward(
+        _DTYPE_CODES[x.dtype],
+        above.data_ptr(),
+        last.data_ptr(),
+        None if grad_x is None else grad_x.data_ptr(),
+        sums.data_ptr(),
+        rows,
+        n,
+        ctypes.byref(path),
+        _threads(x),
+    )
+    return grad_x, sums.sum(dtype=torch.float64).to(torch.float32) * parameters[1]
 
 
 def cross_entropy_rows(

@@ -34,7 +34,12 @@ from dmx.kernels import cpu
 from dmx.numerics import moments
 from dmx.numerics.continuous import N_PATH_PARAMETERS, gradients_of, is_line, is_mixed
 from dmx.numerics.line import N_LINE_PARAMETERS
-from dmx.numerics.mixed_line import N_MIXED_PARAMETERS, mixed_derivatives, mixed_fake_quant
+from dmx.numerics.mixed_line import (
+    N_MIXED_PARAMETERS,
+    mixed_derivatives,
+    mixed_fake_quant,
+    sides_of,
+)
 from dmx.numerics.moments import Moments, StepNumbers
 from dmx.numerics.mx import QuantizedTensor, check_axis, check_input, check_out, wide_values
 from dmx.numerics.packing import check_packable, pack_codes
@@ -315,6 +320,28 @@ def _wide_values(
     return wide_values(x, axis, block_format, scale_rule, amax)
 
 
+def _is_mixed_on_cpu(x: Tensor, parameters: Tensor, backend: str) -> bool:
+    """Whether the CPU kernels know both formats of a line, one of them no MX format, under their rules."""
+    return backend == "cpp" and all(
+        rule is None or not isinstance(f, BlockFormat) or backend_of(x, f, rule) == "cpp"
+        for f, rule in sides_of(parameters)
+    )
+
+
+def _mixed_on_cpu(
+    x: Tensor, parameters: Tensor, amax: Tensor | float | None, out: Tensor | None
+) -> Tensor:
+    """Values on such a line; at its stops the kernel of one format does half of the work."""
+    share = float(parameters[0])
+    if share not in (0.0, 1.0):
+        return cpu.mixed_fake_quant(x, parameters, amax, out)
+    block_format, rule = sides_of(parameters)[int(share)]
+    if not isinstance(block_format, BlockFormat):
+        return x.clone() if out is None else out.copy_(x)
+    fixed = amax if block_format.needs_input_amax else None
+    return fake_quant(x, block_format, scale_rule=rule, amax=fixed, out=out)
+
+
 @torch.no_grad()
 def continuous_fake_quant(
     x: Tensor,
@@ -333,6 +360,8 @@ def continuous_fake_quant(
     backend = choose_backend(x.device)
     if is_mixed(parameters) and backend == "triton":
         return _triton_mixed().continuous_fake_quant(x, parameters, amax, out)
+    if is_mixed(parameters) and _is_mixed_on_cpu(x, parameters, backend):
+        return _mixed_on_cpu(x, parameters, amax, out)
     if is_mixed(parameters):
         result = mixed_fake_quant(x, parameters, amax, by=_wide_values)
         return result if out is None else out.copy_(result)
@@ -364,6 +393,8 @@ def continuous_fake_quant_backward(
     if is_mixed(parameters) and backend == "triton":
         kernels = _triton_mixed()
         return kernels.continuous_fake_quant_backward(grad, x, parameters, amax, needs_grad_x)
+    if is_mixed(parameters) and _is_mixed_on_cpu(x, parameters, backend):
+        return cpu.mixed_fake_quant_backward(grad, x, parameters, amax, needs_grad_x)
     if is_mixed(parameters):
         derivatives = mixed_derivatives(x, parameters, amax, by=_wide_values)
         grad_x, grad_offset = gradients_of(grad, *derivatives)

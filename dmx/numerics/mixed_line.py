@@ -8,7 +8,7 @@ with Q of bf16 the identity, which nothing clamps. A row of parameters names bot
 reference reads it on the host; the kernels of a GPU read it there, and need the numbers of the elements, too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,6 +56,17 @@ def format_index(block_format: Format) -> int:
     return _FORMATS.index(block_format)
 
 
+def sides_of(parameters: Tensor) -> list[tuple[Format, ScaleRule | None]]:
+    """Both formats of a row and their rules, the lower one first; read on the host."""
+    numbers = parameters.tolist()[2:]
+    sides = [Side(*numbers[: len(Side._fields)]), Side(*numbers[len(Side._fields) :])]
+    formats = [_FORMATS[int(side.format)] for side in sides]
+    return [
+        (f, ALL_RULES[int(side.rule)] if isinstance(f, BlockFormat) else None)
+        for f, side in zip(formats, sides, strict=True)
+    ]
+
+
 class _Both(NamedTuple):
     """Of both formats, float32 and bool, shape of x."""
 
@@ -67,20 +78,20 @@ class _Both(NamedTuple):
 
 
 def _values(
-    x: Tensor, numbers: Sequence[float], amax: Tensor | float | None, by: Quantized
+    x: Tensor, side: tuple[Format, ScaleRule | None], amax: Tensor | float | None, by: Quantized
 ) -> tuple[Tensor, Tensor]:
-    block_format, rule = _FORMATS[int(numbers[0])], ALL_RULES[int(numbers[1])]
-    if not isinstance(block_format, BlockFormat):
+    block_format, rule = side
+    if rule is None or not isinstance(block_format, BlockFormat):
         return x.float(), torch.ones_like(x, dtype=torch.bool)
     fixed = amax if block_format.needs_input_amax else None
     return by(x, x.ndim - 1, block_format, rule, fixed)
 
 
 def _both(x: Tensor, parameters: Tensor, amax: Tensor | float | None, by: Quantized) -> _Both:
-    _, slope, *sides = parameters.tolist()
-    low, low_inside = _values(x, sides, amax, by)
-    high, high_inside = _values(x, sides[len(Side._fields) :], amax, by)
-    return _Both(low, high, low_inside, high_inside, slope)
+    below, above = sides_of(parameters)
+    low, low_inside = _values(x, below, amax, by)
+    high, high_inside = _values(x, above, amax, by)
+    return _Both(low, high, low_inside, high_inside, float(parameters[1]))
 
 
 def mixed_fake_quant(
@@ -103,9 +114,9 @@ def mixed_fake_quant(
         Shape and dtype of x.
     """
     check_input(x)
-    share, _, *sides = parameters.tolist()
+    share = float(parameters[0])
     if share in (0.0, 1.0):
-        return _values(x, sides[len(Side._fields) if share else 0 :], amax, by)[0].to(x.dtype)
+        return _values(x, sides_of(parameters)[int(share)], amax, by)[0].to(x.dtype)
     q = _both(x, parameters, amax, by)
     return ((1 - parameters[0]) * q.low + parameters[0] * q.high).to(x.dtype)
 

@@ -1,6 +1,7 @@
 """Other tools' choices beside ours: what they are asked, how their answers are read, and, where .venv-peers is, the tools."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
@@ -245,9 +246,12 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.glob("cells/*/failed.json"))
     assert peers.main([*command, "--windows", "1"]) == 1 and len(asked) == 3
     assert "with windows=2, not windows=1: give another --out" in capsys.readouterr().err
-    other = [w.replace("tiny_random", "tiny_llama") for w in command]
-    assert peers.main([*other, "--seeds", "1"]) == 1
+    done = tmp_path / "model" / "done.json"
+    own = done.read_text()
+    done.write_text(json.dumps(json.loads(own) | {"id": "another"}))
+    assert peers.main([*command, "--seeds", "1"]) == 1
     assert "/model has the model" in capsys.readouterr().err
+    done.write_text(own)
 
     records = [Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json"))]
     nearest, rounded = ([row.nll for row in record.rows] for record in records)

@@ -133,7 +133,6 @@ class Stop(BaseException):
     "options",
     [
         {"penalty": "exact", "gradient_scale": "elements"},
-        {"penalty": "exact", "nesterov": False},
         {"gradient_scale": "elements", "momentum": 0.0, "nesterov": False},
     ],
     ids=str,

@@ -12,7 +12,7 @@ from dmx.models.memory import MicroBatch
 from dmx.searching.config import DescentConfig, PolishConfig, SearchConfigError
 from tests.settings import search_config
 
-BATCHES = list(torch.randint(0, 257, (3, 4, 16), generator=torch.Generator().manual_seed(3)))
+BATCHES = list(torch.randint(0, 257, (2, 4, 16), generator=torch.Generator().manual_seed(3)))
 DESCENT = DescentConfig(raw_start=1.0, evaluate_every=2, checkpoint_every=2)
 SEARCHES = {
     "kl": {},

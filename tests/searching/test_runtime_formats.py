@@ -113,8 +113,8 @@ def test_every_search_takes_them_and_its_assignment_survives_its_file(
     assert loaded == found
     inputs = {k for k, f in loaded.block_formats("input").items() if f is NVFP4}
     assert set(loaded.input_amax or {}) == inputs
-    if name in DESCENDING:
-        assert found.search.path == "line"
+    if name in DESCENDING:  # so few batches leave an adaptive search with its scores
+        assert found.search.path == (None if name == "adaptive" else "line")
     with dmx.applying.apply.applied(model, loaded):
         assert dmx.models.running.model_logits(model, batches[0]).isfinite().all()
         for layer, quantized in quantized_layers(model).items():
