@@ -152,8 +152,13 @@ def test_reused_prefixes_and_stacked_passes_change_no_measurement(operands, tiny
     assert next(calls) < 3 * 2 * len(space.units)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["random", "kl_per_bit", "fisher", "differentiable"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, "mxfp8_mxfp6_mxfp4") for name in ("random", "kl_per_bit", "differentiable")),
+        *(("fisher", family) for family in FAMILIES),
+    ],
+)
 def test_every_polished_search_ends_within_the_budget_and_maximal(name, family, quick):
     model, tokens = quick
     for i, (units, weighting) in enumerate(
