@@ -136,6 +136,16 @@ inline void store_block(const uint32_t* bits, int count, typename T::Storage* to
   }
 }
 
+// Like store_block, for values that may be NaN: bf16 stores by integer arithmetic, which breaks NaN.
+template <class T>
+inline void store_with_nan(const uint32_t* bits, int count, typename T::Storage* to) {
+  typename T::Storage stored[kBlock];
+  T::store(bits, stored);
+  for (int i = 0; i < kBlock; ++i)
+    stored[i] = (bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
+  std::memcpy(to, stored, count * sizeof(stored[0]));
+}
+
 // Calls body(chunk, offset, block, count) for every block: `offset` in elements, `block` counts
 // blocks of the whole tensor, `count` values stand in it. Chunks run in parallel.
 template <class Body>
@@ -517,11 +527,7 @@ void line_backward(const void* grad, const void* x, void* grad_x, float* sums, i
     }
     for (int i = 0; i < kBlock; ++i) sums[chunk * kBlock + i] += products[i];
     if (!to) return;
-    Storage stored[kBlock];
-    T::store(grad_bits, stored);
-    for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
-      stored[i] = (grad_bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
-    std::memcpy(to + offset, stored, count * sizeof(Storage));
+    store_with_nan<T>(grad_bits, count, to + offset);
   });
 }
 
@@ -678,11 +684,7 @@ void mixed_line(const void* x, void* out, int64_t rows, int64_t n, const MixedLi
     side_magnitudes(bits, path.high, row, column, n, high, inside);
     for (int i = 0; i < kBlock; ++i) low[i] = rest * low[i] + share * high[i];
     for (int i = 0; i < kBlock; ++i) bits[i] = bits_of(low[i]) | (bits[i] & kSign);
-    Storage stored[kBlock];
-    T::store(bits, stored);
-    for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
-      stored[i] = (bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
-    std::memcpy(to + at, stored, count * sizeof(Storage));
+    store_with_nan<T>(bits, count, to + at);
   });
 }
 
@@ -714,11 +716,7 @@ void mixed_line_backward(const void* grad, const void* x, void* grad_x, float* s
       grad_bits[i] = dx > 0.0f ? bits_of(float_of(grad_bits[i]) * dx) : 0u;
     }
     if (!to) return;
-    Storage stored[kBlock];
-    T::store(grad_bits, stored);
-    for (int i = 0; i < kBlock; ++i)
-      stored[i] = (grad_bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
-    std::memcpy(to + at, stored, count * sizeof(Storage));
+    store_with_nan<T>(grad_bits, count, to + at);
   });
 }
 
@@ -798,13 +796,9 @@ inline Normalizer normalizer(const typename T::Storage* row, int64_t n) {
 template <class T>
 inline void store_gradient(const float* values, typename T::Storage* row, int64_t at, int64_t n) {
   uint32_t bits[kBlock];
-  typename T::Storage stored[kBlock];
   std::memcpy(bits, values, sizeof bits);
-  T::store(bits, stored);
-  for (int i = 0; i < kBlock; ++i)  // bf16 stores by integer arithmetic, which breaks NaN
-    stored[i] = (bits[i] & kMagnitude) > kInf ? T::kNan : stored[i];
   const int64_t left = n - at;
-  std::memcpy(row + at, stored, (left < kBlock ? left : kBlock) * sizeof stored[0]);
+  store_with_nan<T>(bits, int(left < kBlock ? left : kBlock), row + at);
 }
 
 template <class T>

@@ -288,22 +288,48 @@ def _of_path(parameters: Tensor) -> tuple[Any, Any, Tensor]:
     return library.dmx_continuous, library.dmx_continuous_backward, row
 
 
+def _forward(function: Any, path: Any, x: Tensor, last: Tensor, out: Tensor | None) -> Tensor:
+    """What a continuous quantizer gives of x.
+
+    Args:
+        path: where the kernel finds its numbers. last: x without gaps.
+    """
+    direct = out is not None and writable_in_place(x, out)
+    target = out if direct and out is not None else fresh_like(last)
+    rows, n, _ = rows_of(last)
+    function(_DTYPE_CODES[x.dtype], last.data_ptr(), target.data_ptr(), rows, n, path, _threads(x))
+    return target if direct or out is None else out.copy_(target)
+
+
+def _backward(
+    function: Any, path: Any, above: Tensor, last: Tensor, n_sums: int, needs_grad_x: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Gradients by x and, but for the slope of a line, by the offset; as `_forward`.
+
+    Args:
+        above: gradient by the output, without gaps. n_sums: rows of partial sums.
+    """
+    rows, n, _ = rows_of(last)
+    sums = torch.zeros(n_sums, BLOCK_SIZE)
+    grad_x = fresh_like(last) if needs_grad_x else None
+    function(
+        _DTYPE_CODES[last.dtype],
+        above.data_ptr(),
+        last.data_ptr(),
+        None if grad_x is None else grad_x.data_ptr(),
+        sums.data_ptr(),
+        rows,
+        n,
+        path,
+        _threads(last),
+    )
+    return grad_x, sums.sum(dtype=torch.float64).to(torch.float32)
+
+
 def continuous_fake_quant(x: Tensor, parameters: Tensor, out: Tensor | None) -> Tensor:
     """See `dmx.numerics.continuous_fake_quant`; arguments are checked by the door."""
     last, (forward, _, path) = x.contiguous(), _of_path(parameters)
-    direct = out is not None and writable_in_place(x, out)
-    target = out if direct and out is not None else fresh_like(last)
-    rows, n, _blocks = rows_of(last)
-    forward(
-        _DTYPE_CODES[x.dtype],
-        last.data_ptr(),
-        target.data_ptr(),
-        rows,
-        n,
-        path.data_ptr(),
-        _threads(x),
-    )
-    return target if direct or out is None else out.copy_(target)
+    return _forward(forward, path.data_ptr(), x, last, out)
 
 
 def continuous_fake_quant_backward(
@@ -315,21 +341,8 @@ def continuous_fake_quant_backward(
     the number of threads.
     """
     last, above, (_, backward, path) = x.contiguous(), grad.contiguous(), _of_path(parameters)
-    rows, n, blocks = rows_of(last)
-    sums = torch.zeros(-(-blocks // BLOCKS_PER_SUM), BLOCK_SIZE)
-    grad_x = fresh_like(last) if needs_grad_x else None
-    backward(
-        _DTYPE_CODES[x.dtype],
-        above.data_ptr(),
-        last.data_ptr(),
-        None if grad_x is None else grad_x.data_ptr(),
-        sums.data_ptr(),
-        rows,
-        n,
-        path.data_ptr(),
-        _threads(x),
-    )
-    total = sums.sum(dtype=torch.float64).to(torch.float32)
+    n_sums = -(-rows_of(last)[2] // BLOCKS_PER_SUM)
+    grad_x, total = _backward(backward, path.data_ptr(), above, last, n_sums, needs_grad_x)
     return grad_x, total * path[1] if is_line(path) else total
 
 
@@ -458,19 +471,7 @@ def mixed_fake_quant(
     checked by the door."""
     last = x.contiguous()
     path, _kept = _mixed_line(last, parameters, amax)
-    direct = out is not None and writable_in_place(x, out)
-    target = out if direct and out is not None else fresh_like(last)
-    rows, n, _ = rows_of(last)
-    load_library().dmx_mixed_line(
-        _DTYPE_CODES[x.dtype],
-        last.data_ptr(),
-        target.data_ptr(),
-        rows,
-        n,
-        ctypes.byref(path),
-        _threads(x),
-    )
-    return target if direct or out is None else out.copy_(target)
+    return _forward(load_library().dmx_mixed_line, ctypes.byref(path), x, last, out)
 
 
 def mixed_fake_quant_backward(
@@ -484,20 +485,10 @@ def mixed_fake_quant_backward(
     last, above = x.contiguous(), grad.contiguous()
     path, _kept = _mixed_line(last, parameters, amax)
     rows, n, _ = rows_of(last)
-    sums = torch.zeros(rows * -(-n // (BLOCKS_PER_SUM * BLOCK_SIZE)), BLOCK_SIZE)
-    grad_x = fresh_like(last) if needs_grad_x else None
-    load_library().dmx_mixed_line_backward(
-        _DTYPE_CODES[x.dtype],
-        above.data_ptr(),
-        last.data_ptr(),
-        None if grad_x is None else grad_x.data_ptr(),
-        sums.data_ptr(),
-        rows,
-        n,
-        ctypes.byref(path),
-        _threads(x),
-    )
-    return grad_x, sums.sum(dtype=torch.float64).to(torch.float32) * parameters[1]
+    n_sums = rows * -(-n // (BLOCKS_PER_SUM * BLOCK_SIZE))
+    backward = load_library().dmx_mixed_line_backward
+    grad_x, total = _backward(backward, ctypes.byref(path), above, last, n_sums, needs_grad_x)
+    return grad_x, total * parameters[1]
 
 
 def cross_entropy_rows(
