@@ -43,3 +43,12 @@ def search_config(**settings):
         rotation=RotationConfig(**parts["rotation"]),
     )
     return shared.for_search(shared.name)
+
+
+def numbers(result):
+    """What a search found and measured, but for the seconds: formats, preference, rows of history and polish."""
+    rows = [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for row in (*result.history, *result.polish)
+    ]
+    return result.assignment.formats, result.preference.tolist(), rows

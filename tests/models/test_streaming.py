@@ -19,7 +19,7 @@ from dmx.searching.differentiable import DifferentiableSearch
 from experiments import compare, evaluate, export, search, train_mor
 from experiments.running.settings import RunConfig
 from tests.forked import Forked
-from tests.settings import TINY, TINY_LAYERS
+from tests.settings import TINY, TINY_LAYERS, numbers
 from tests.two_places import two_places
 
 BATCHES = list(torch.randint(0, 257, (2, 1, 16), generator=torch.Generator().manual_seed(3)))
@@ -50,14 +50,6 @@ def held(make_tiny):
 def searched(model, name, folder=None, **settings):
     config = dmx.SearchConfig(name=name, **SEARCHES[name], **settings)
     return dmx.search(model, BATCHES, dmx.Budget(5.0), config, folder=folder)
-
-
-def numbers(result):
-    rows = [
-        {k: v for k, v in row.items() if k != "seconds"}
-        for row in (*result.history, *result.polish)
-    ]
-    return result.assignment.formats, result.preference.tolist(), rows
 
 
 @pytest.mark.parametrize("name", SEARCHES)

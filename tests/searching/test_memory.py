@@ -10,7 +10,7 @@ import dmx
 from dmx.assignment.assignment import Assignment
 from dmx.models.memory import MicroBatch
 from dmx.searching.config import DescentConfig, PolishConfig, SearchConfigError
-from tests.settings import search_config
+from tests.settings import numbers, search_config
 
 BATCHES = list(torch.randint(0, 257, (2, 4, 16), generator=torch.Generator().manual_seed(3)))
 DESCENT = DescentConfig(raw_start=1.0, evaluate_every=2, checkpoint_every=2)
@@ -50,14 +50,6 @@ def memory_of(model, rows, *, once=False):
 def searched(model, name, folder=None, **settings):
     config = dmx.SearchConfig(name=name, **SEARCHES[name], **settings)
     return dmx.search(model, BATCHES, dmx.Budget(5.0), config, folder=folder)
-
-
-def numbers(result):
-    rows = [
-        {k: v for k, v in row.items() if k != "seconds"}
-        for row in (*result.history, *result.polish)
-    ]
-    return result.assignment.formats, result.preference.tolist(), rows
 
 
 @pytest.mark.parametrize("name", SEARCHES)
