@@ -53,6 +53,15 @@ def made(shape: Shape, processes: Processes, *, sharded: bool) -> nn.Module:
     return model.requires_grad_(False)
 
 
+def slowest(processes: Processes, ran: dict[str, Any]) -> tuple[float, float | None]:
+    """Seconds of a step and peak MiB of `run_search`, each of the process that has most; the same in all."""
+
+    def most(value: float | None) -> float:
+        return float(processes.largest(torch.tensor(value or 0.0, device=processes.own_device)))
+
+    return most(ran["search_seconds"]), most(ran["search_mib"]) or None
+
+
 def measure(
     shape: Shape, rows: int, length: int, device: str, way: str, steps: int
 ) -> dict[str, Any]:
@@ -62,10 +71,7 @@ def measure(
     clear(device)
     batches = [make_tokens(shape, rows, length, seed) for seed in range(2)]
     ran = run_search(model, batches, device, steps=steps)
-    seconds = float(
-        processes.largest(torch.tensor(ran["search_seconds"], device=processes.own_device))
-    )
-    mib = torch.tensor(ran["search_mib"] or 0.0, device=processes.own_device)
+    seconds, mib = slowest(processes, ran)
     tokens = make_tokens(shape, 1, WINDOWS * length, seed=7)[0]
     assignment = uniform_assignment(model, MXFP4, SearchConfig(name="uniform"))
     perplexities = []
@@ -78,7 +84,7 @@ def measure(
         "processes": processes.size,
         "step_seconds": seconds,
         "tokens_per_second": rows * length / seconds,
-        "mib": float(processes.largest(mib)) or None,
+        "mib": mib,
         "weights_mib": own_bytes(model) / MIB,
         "graph": ran["graph"],
         "perplexity": perplexities[0],
