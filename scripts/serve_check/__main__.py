@@ -3,6 +3,7 @@
     make engine-env                                          # vLLM for CPU, in .venv-engine
     python -m scripts.serve_check outputs/vllm/model         # any number of folders
     python -m scripts.serve_check outputs/vllm/model --baseline smollm2-bf16 --speed --json engines.json
+    python -m scripts.serve_check outputs/more/model --baseline smollm2-bf16 --add --json engines.json    # one more row
 
     # on a card: an environment with vLLM for CUDA
     python -m scripts.serve_check outputs/vllm/model --python vllm-env/bin/python --device cuda --speed
@@ -42,8 +43,8 @@ from torch import Tensor
 
 import dmx
 from dmx.errors import DmxError, RunError
-from dmx.files import read_json, write_json
-from scripts.serve_check import compare
+from dmx.files import read_json, sha256, write_json
+from scripts.serve_check import compare, joining
 
 SCHEMA = "dmx.serve_check/1"
 HERE = Path(__file__).parent
@@ -94,6 +95,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="on a card: what takes longer is cut off")
     parser.add_argument("--note", default="", help="kept in the record")
     parser.add_argument("--json", type=Path, help="write the record there")
+    parser.add_argument(
+        "--add", action="store_true", help="to the rows of --json, which are of the same check"
+    )
     asked = parser.parse_args(arguments)
     own = {"vLLM": os.environ.get("DMX_ENGINE_PYTHON", ENVIRONMENT), "transformers": sys.executable}
     asked.python = asked.python or own[asked.runtime]
@@ -149,6 +153,8 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
         raise RunError(f"--speed: of vLLM alone, not of --runtime {asked.runtime}. Leave it out")
     if asked.json and asked.json.is_dir():
         raise RunError(f"--json {asked.json} is a folder: name a file")
+    if asked.add and not asked.json:
+        raise RunError("--add: to the rows of which record? Name it by --json, or leave --add out")
 
 
 def text_tokens(asked: argparse.Namespace, folder: Path) -> list[int]:
@@ -353,8 +359,7 @@ def _row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) 
     dtype = getattr(torch, report["dtype"])
     loaded = compare.load_folder(folder, dtype, asked.device)
     layers = compare.compare_layers(loaded, tensors, report["fused"])
-    rounded = "bfloat16" if asked.runtime == "transformers" else asked.dtype  # as it decompresses
-    tolerance = TOLERANCES[rounded] if asked.tolerance is None else asked.tolerance
+    tolerance = tolerance_of(asked)
     for layer, row in layers.items():
         row |= report["layers"][layer]
         row["ok"] = row["error"] <= tolerance
@@ -378,6 +383,12 @@ def _row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) 
     }
 
 
+def tolerance_of(asked: argparse.Namespace) -> float:
+    """Of the relative error of a layer's output."""
+    rounded = "bfloat16" if asked.runtime == "transformers" else asked.dtype  # as it decompresses
+    return TOLERANCES[rounded] if asked.tolerance is None else float(asked.tolerance)
+
+
 def speed_of(out: Path) -> dict[str, Any]:
     """What a job of speed adds to its folder's row."""
     report, failure = report_of(out)
@@ -388,19 +399,12 @@ def add_effects(rows: list[dict], folders: Sequence[Path]) -> None:
     """What quantization does in the engine: mean difference of log-probabilities from the first row, the baseline, for
     folders of that model."""
     own = [row.pop("log_probabilities", None) for row in rows]
-    models = [model_of(folder) for folder in folders]
+    models = [joining.model_of(folder) for folder in folders]
     for row, of_row, model in zip(rows, own, models, strict=True):
         known = of_row is not None and own[0] is not None and model == models[0]
         row["effect"] = None
         if known:
             row["effect"] = float((torch.tensor(of_row) - torch.tensor(own[0])).abs().mean())
-
-
-def model_of(folder: Path) -> dict[str, Any]:
-    """What tells models apart in config.json, however they are stored."""
-    config = json.loads((folder / "config.json").read_text())
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-    return {name: config.get(name) for name in (*names, "tie_word_embeddings")}
 
 
 def say(row: dict, is_speed: bool = False) -> None:
@@ -448,7 +452,7 @@ def say_layers(row: dict) -> None:
 def check(
     asked: argparse.Namespace, told: Callable[[dict[str, Any], bool], None] | None = None
 ) -> dict[str, Any]:
-    """The record; --json has what is known of it after each job.
+    """The record of this run; --json has what is known of it after each job, and with --add the rows that it had.
 
     Args:
         told: gets the row of each job as it ends, and whether the job was one of speed.
@@ -456,6 +460,8 @@ def check(
     folders = [f for f in (asked.baseline, *asked.folders) if f is not None]
     check_asked(asked, folders)
     tokens = tokens_of(asked, folders)
+    head = head_of(asked, folders, tokens)
+    stored = joining.stored(asked.json, head) if asked.add else None
     rows: dict[Path, dict] = {}
     with jobs_in_files(asked, folders, tokens) as jobs:
         for job in ran(asked, jobs):
@@ -464,35 +470,43 @@ def check(
             elif "failed" not in rows[job.folder]:
                 rows[job.folder] |= speed_of(job.out)
             known = [folder for folder in folders if folder in rows]
-            record = record_of(asked, [rows[folder] for folder in known], known, tokens)
+            record = head | {"rows": rows_of(asked, [rows[folder] for folder in known], known)}
             if asked.json:
-                write_json(asked.json, record)
+                write_json(asked.json, joining.joined(stored, record) if stored else record)
             if told is not None:
                 told(record["rows"][known.index(job.folder)], job.is_speed)
     return record
 
 
-def record_of(
-    asked: argparse.Namespace, rows: Sequence[dict], folders: Sequence[Path], tokens: Tensor
-) -> dict[str, Any]:
-    """Of the folders that are done."""
+def rows_of(
+    asked: argparse.Namespace, rows: Sequence[dict], folders: Sequence[Path]
+) -> list[dict[str, Any]]:
+    """Of the folders that are done, with effects."""
     kept = [dict(row) for row in rows]
     if folders[0] != asked.baseline:  # of which nothing is known yet
         for row in kept:
             row.pop("log_probabilities", None)
     add_effects(kept, folders)
+    return kept
+
+
+def head_of(asked: argparse.Namespace, folders: Sequence[Path], tokens: Tensor) -> dict[str, Any]:
+    """Of the record: all but its rows, known before anything runs."""
     return {
         "schema": SCHEMA,
         "note": asked.note,
         "runtime": asked.runtime,
         "device": asked.device,
         "processor": platform.processor() or platform.machine(),
+        "dtype": asked.dtype,
+        "tolerance": tolerance_of(asked),
+        "models": joining.models_of(folders),
         "tokens": tokens.numel(),
         "window": tokens.shape[1],
         "text": None if asked.text is None else asked.text.name,
+        "tokens_sha256": sha256(tokens.numpy().tobytes()),
         "options": {"all": asked.options, "speed": asked.speed_options},
         "versions": {"dmx": dmx.__version__, "torch": torch.__version__},
-        "rows": kept,
     }
 
 

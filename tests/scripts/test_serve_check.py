@@ -177,6 +177,7 @@ ASKED_WRONG = {
     "--text .*none cannot be read": ["{folder}", "--text", "{place}/none"],
     "--text needs a tokenizer": ["{folder}", "--text", "{folder}/README.md"],
     "is a folder: name a file": ["{folder}", "--json", "{place}"],
+    "--add: to the rows of which record": ["{folder}", "--add"],
 }
 
 
@@ -294,11 +295,81 @@ def test_effects_wait_for_the_baseline(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
     asked = serve_check.parse([str(tmp_path / "other"), "--baseline", str(tmp_path / "bf16")])
     rows = [{"log_probabilities": [[-1.0]]}, {"log_probabilities": [[-2.0]]}]
-    tokens, folders = torch.zeros(1, 2), [tmp_path / "bf16", tmp_path / "other"]
-    early = serve_check.record_of(asked, rows[1:], folders[1:], tokens)
-    whole = serve_check.record_of(asked, rows, folders, tokens)
-    assert [row["effect"] for row in early["rows"]] == [None]
-    assert [row["effect"] for row in whole["rows"]] == [0.0, 1.0]
+    folders = [tmp_path / "bf16", tmp_path / "other"]
+    early = serve_check.rows_of(asked, rows[1:], folders[1:])
+    whole = serve_check.rows_of(asked, rows, folders)
+    assert [row["effect"] for row in early] == [None]
+    assert [row["effect"] for row in whole] == [0.0, 1.0]
+
+
+@pytest.fixture
+def check_places(tmp_path, monkeypatch):
+    """Runs the check, without an engine, of folders that are named; gives its exit code."""
+    for name, hidden, value in (("a", 8, 0.0), ("b", 8, 0.0), ("wide", 9, 0.0), ("other", 8, 1.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"hidden_size": hidden, "vocab_size": 99})
+        )
+        weight = {"model.embed_tokens.weight": torch.full((300, 4), value)}
+        save_file(weight, tmp_path / name / "model.safetensors")
+    monkeypatch.setattr(serve_check, "ran", lambda asked, jobs: iter(jobs))
+    monkeypatch.setattr(serve_check, "say", lambda row, is_speed: None)
+
+    def run(*names, **row):
+        monkeypatch.setattr(
+            serve_check,
+            "row_of",
+            lambda asked, folder, out, tokens: {"folder": folder.name, "groups": [], **row},
+        )
+        given = [str(tmp_path / n) if (tmp_path / n).is_dir() else n for n in names]
+        given += ["--json", str(tmp_path / "record.json")]
+        monkeypatch.setattr(sys, "argv", ["serve_check", *given])
+        return serve_check.main()
+
+    return run
+
+
+def test_rows_join_the_record_of_the_same_check(check_places, tmp_path):
+    assert check_places("a", "b", "--note", "two", mark=1) == 0
+    assert check_places("wide", "b", "--add", failed="why") == 2  # nothing is written
+    assert check_places("b", "--add", failed="why") == 1
+    assert check_places("a", "--add", mark=2) == 0  # the failed row is not of this run
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [(r["folder"], r.get("mark"), r.get("failed")) for r in record["rows"]] == [
+        ("a", 2, None),
+        ("b", None, "why"),
+    ]
+    assert record["note"] == "two" and len(record["models"]) == 1
+    assert check_places("wide") == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [row["folder"] for row in record["rows"]] == ["wide"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["b", "--window", "8"], "has tokens = 1024, this run 32; .* its 1 rows are then gone"),
+        (["b", "--tolerance", "0.5"], "has tolerance = 1e-05, this run 0.5"),
+        (["b", "--runtime", "transformers"], "has runtime = 'vLLM', this run 'transformers'"),
+        (["b", "--dtype", "bfloat16"], "has dtype = 'float32', this run 'bfloat16'"),
+        (["wide"], "has no row of the model of one of the folders"),
+        (["other"], "has no row of the model of one of the folders"),  # of other weights
+    ],
+)
+def test_rows_of_another_check_do_not_join(given, said, check_places, tmp_path, capsys):
+    assert check_places("a") == 0
+    before = (tmp_path / "record.json").read_bytes()
+    assert check_places(*given, "--add") == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert (tmp_path / "record.json").read_bytes() == before
+
+
+def test_rows_join_a_record_alone(check_places, tmp_path, capsys):
+    assert check_places("a", "--add") == 2
+    assert "record.json is no record of this check (FileNotFoundError" in capsys.readouterr().err
+    (tmp_path / "record.json").write_text("[]")
+    assert check_places("a", "--add") == 2
+    assert "record.json is no record of this check (TypeError" in capsys.readouterr().err
 
 
 def test_outputs_of_zero_are_equal_and_what_is_not_finite_is_named():
@@ -349,6 +420,7 @@ def test_records_are_in_the_words_that_the_page_reads():
     # Said in both places: what reads records does not know what runs, nor is it imported to run.
     assert serve_check.SCHEMA == engines.SCHEMA
     assert f"{serve_check.__package__}." == engines.OURS
+    assert compare.LEFT_ALONE == engines.LEFT_ALONE
 
 
 def test_the_page_says_what_ran_and_whose_the_products_are():
@@ -399,6 +471,11 @@ def test_one_table_has_the_model_by_runtime():
     page = engines.engines_page(runs)
     table, _, rest = page.partition("## One model by runtime")[2].partition("\n## ")
     assert "2 windows of 256 tokens of a.txt" in table and rest
+    assert table.startswith(
+        "\n\nIn 2 folders 8 of 8 layers give dmx's output on the same input, 6 of them to the bit, and perplexities in "
+        "the runtime and in dmx differ by at most 1.1 % where inputs are quantized (a rounding that turns goes on "
+        "through the layers). Folders that do not load here, below the table: 1.\n"
+    )
     cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 4 of 4, 3 |"
     assert [line for line in table.splitlines() if "9.0000" in line] == [
         cells.format("transformers", "emulated", "emulated"),
@@ -409,6 +486,18 @@ def test_one_table_has_the_model_by_runtime():
         ),
     ]
     assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: no kernel`" in table
+
+
+def test_the_table_says_apart_how_far_perplexities_are_with_inputs_left_alone():
+    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "window": 256, "text": "a.txt"}
+    stated = {"target": "bf16", "profile": None, "formats": [], "transform": "none"}
+    (group,) = served()["groups"]
+    alone = served(**stated, groups=[group | {"inputs": "left alone"}], perplexity_dmx=9.0009)
+    page = engines.engines_page({"engines_a": run | {"runtime": "vLLM", "rows": [alone]}})
+    assert "differ by at most 0.01 % where inputs are left alone.\n" in page
+    both = [alone, served(**stated)]
+    page = engines.engines_page({"engines_a": run | {"runtime": "vLLM", "rows": both}})
+    assert "at most 0.01 % where inputs are left alone and 1.1 % where inputs are quantized" in page
 
 
 # ---------------------------------------------------------------- in the engine

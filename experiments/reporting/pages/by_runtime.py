@@ -24,7 +24,13 @@ HEAD = (
     "in dmx",
     "layers alike, to the bit",
 )
-_ROTATIONS = {"hadamard_block": "inputs rotated"}
+LEFT_ALONE = "left alone"
+"""What records say of inputs that are not quantized."""
+_ROTATIONS = {
+    "hadamard_block": "inputs rotated",
+    "hadamard_selected": "some inputs rotated",
+    "learned": "inputs rotated by matrices of the file",
+}
 
 
 def by_runtime(runs: Sequence[Run]) -> list[str]:
@@ -45,6 +51,8 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     return [
         "## One model by runtime",
         "",
+        _finding([row for _, row in loaded], len(failed)),
+        "",
         f"{first['note'].partition(';')[0]}, {windows} of {first['text']}: few, to see that runtimes and dmx agree, not how good a format is; "
         "formats take turns. "
         f"Here is a CPU in {loaded[0][1]['dtype']} with products that stand in for those of cards (below); what cards do was read "
@@ -56,6 +64,28 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
         "",
         *(f"- {_layout(row)} of {_formats(row)} in {run['runtime']}: does not load here. `{_why(row)}`" for run, row in failed),
     ]  # fmt: skip
+
+
+def _finding(rows: Sequence[Run], failed: int) -> str:
+    """How far runtimes and dmx agree, of the folders that load."""
+    within, layers, equal = _alike(group for row in rows for group in row["groups"])
+    alone = [row for row in rows if all(g["inputs"] == LEFT_ALONE for g in row["groups"])]
+    others = [row for row in rows if row not in alone]
+    apart = [f"{_apart(alone)} where inputs are left alone"] if alone else []
+    if others:
+        apart.append(
+            f"{_apart(others)} where inputs are quantized (a rounding that turns goes on through the layers)"
+        )
+    return (
+        f"In {len(rows)} folders {within} of {layers} layers give dmx's output on the same input, {equal} of them to "
+        f"the bit, and perplexities in the runtime and in dmx differ by at most {' and '.join(apart)}."
+        + (f" Folders that do not load here, below the table: {failed}." if failed else "")
+    )
+
+
+def _apart(rows: Sequence[Run]) -> str:
+    """The largest relative difference of perplexities."""
+    return f"{100 * max(abs(row['perplexity'] / row['perplexity_dmx'] - 1) for row in rows):.2g} %"
 
 
 def of_one_model(runs: Iterable[Run]) -> list[Run]:
@@ -76,8 +106,14 @@ def _cells(run: Run, row: Run) -> list[Any]:
         _by_format(groups, "inputs"),
         f"{row['perplexity']:.4f}",
         f"{row['perplexity_dmx']:.4f}",
-        "{} of {}, {}".format(*(sum(g[k] for g in groups) for k in ("within", "layers", "equal"))),
+        "{} of {}, {}".format(*_alike(groups)),
     ]
+
+
+def _alike(groups: Iterable[Run]) -> list[int]:
+    """Layers within the tolerance, of how many, and how many of them are equal to the bit."""
+    groups = list(groups)
+    return [sum(group[key] for group in groups) for key in ("within", "layers", "equal")]
 
 
 def _layout(row: Run) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..markdown import markdown
-from .by_runtime import by_runtime, of_one_model
+from .by_runtime import LEFT_ALONE, by_runtime, of_one_model
 
 SCHEMA = "dmx.serve_check/1"
 Run = Mapping[str, Any]
@@ -111,7 +111,6 @@ def _where(run: Run, rows: Sequence[Run]) -> list[str]:
 
 
 def _layer(row: Run, group: Run) -> list[Any]:
-    alone = "left alone"
     return [
         row["folder"],
         group["formats"],
@@ -122,7 +121,7 @@ def _layer(row: Run, group: Run) -> list[Any]:
         "the same" if group["asked_inputs"] == group["inputs"] else group["asked_inputs"],
         group["equal"],
         f"{group['error']:.2g}",
-        "" if group["inputs"] == alone else f"{group['least_error_left_alone']:.2g}",
+        "" if group["inputs"] == LEFT_ALONE else f"{group['least_error_left_alone']:.2g}",
     ]
 
 
