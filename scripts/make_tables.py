@@ -29,6 +29,7 @@ from experiments.reporting.pages.overview import readme_table  # noqa: E402
 from experiments.reporting.pages.peers import COMMAND as PEERS  # noqa: E402
 from experiments.reporting.pages.peers import peers_page  # noqa: E402
 from experiments.reporting.pages.quality import quality_pages  # noqa: E402
+from experiments.reporting.pages.scaling import scaling_page  # noqa: E402
 from experiments.reporting.pages.tasks import tasks_page  # noqa: E402
 from experiments.reporting.pages.tokens import PREFIX as TOKENS  # noqa: E402
 from experiments.reporting.pages.tokens import tokens_page  # noqa: E402
@@ -36,6 +37,7 @@ from experiments.reporting.plots.canvas import png  # noqa: E402
 from experiments.reporting.plots.pareto import pareto  # noqa: E402
 from experiments.reporting.pooling import Presets  # noqa: E402
 from experiments.reporting.record import Record  # noqa: E402
+from experiments.reporting.scaling import SCHEMA as GROWTH  # noqa: E402
 from experiments.reporting.stored import flatten, read_json  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
@@ -100,7 +102,13 @@ def read_records() -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
     others: dict[str, dict[str, Any]] = {}
     for path in sorted(RECORDS.glob("*.json")):
         body = read_json(path, "make the record again, or delete it")
-        if body.get("schema") in (net.SCHEMA, LINEAR_SCHEMA, engines.SCHEMA, humming.SCHEMA):
+        if body.get("schema") in (
+            net.SCHEMA,
+            LINEAR_SCHEMA,
+            engines.SCHEMA,
+            humming.SCHEMA,
+            GROWTH,
+        ):
             others[path.stem] = body
         else:
             records[path.stem] = Record.load(path)
@@ -146,6 +154,11 @@ def outputs() -> Made:
     if served := {n: b for n, b in others.items() if b["schema"] == engines.SCHEMA}:
         with told_of(f"{RECORDS}, records of serve_check"):
             made[RESULTS / "engines.md"] = engines.engines_page(served)
+    if growth := {n: b for n, b in others.items() if b["schema"] == GROWTH}:
+        with told_of(f"{RECORDS}, records of scripts.benchmarks.growth"):
+            text, figures = scaling_page(growth)
+        made[RESULTS / "scaling.md"] = text
+        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
     if peers := [r for r in records.values() if r.command == PEERS]:
         with told_of(f"{RECORDS}, records of scripts.peers"):
             made[RESULTS / "peers.md"] = peers_page(peers)

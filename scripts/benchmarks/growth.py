@@ -24,7 +24,7 @@ from torch import nn
 from dmx.files import write_json
 from dmx.models.sharding import own_bytes
 from dmx.processes import Processes
-from experiments.reporting.pages.scaling import SCHEMA
+from experiments.reporting.scaling import SCHEMA
 from scripts.benchmarks.machine import MIB, clear, machine, say
 from scripts.benchmarks.processes import made, slowest
 from scripts.benchmarks.shapes import (

@@ -93,16 +93,21 @@ def legend(axes: Axes, handles: Sequence[Any] | None = None, columns: int = 4) -
     )
 
 
-def log_axis(axes: Axes, low: float, high: float) -> None:
-    """Logarithmic y with plain numbers, dense enough for ranges of less than a decade."""
+def log_axis(axes: Axes, low: float, high: float, *, which: str = "y") -> None:
+    """Logarithmic, with plain numbers, dense enough for ranges of less than a decade.
+
+    Args:
+        which: x | y
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    axes.set_yscale("log")
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
     subs = (1, 2, 3, 5) if high / low < 100 else (1,)
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
 
 
 def steps_axis(axes: Axes) -> None:
