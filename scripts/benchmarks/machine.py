@@ -38,6 +38,8 @@ def gpu_seconds(call: Callable[[], object], rounds: int) -> float:
 def clear(device: str) -> None:
     gc.collect()
     if device == "cuda":
+        # cuBLAS keeps a workspace for every stream that a captured step ran on, which would count as the next one's.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
