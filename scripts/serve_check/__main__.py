@@ -337,8 +337,10 @@ def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
     if report.is_file():
         return json.loads(report.read_text()), None
     said = failure.read_text() if failure.is_file() else "the process died"
-    lines = [line for line in said.strip().splitlines() if line and not line.startswith(" ")]
-    return {}, "\n".join(lines[-2:])
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    outer = [i for i, line in enumerate(lines) if not line.startswith(" ")]
+    error = [lines[i] for i in outer[-2:] if not lines[i].startswith("Traceback")]
+    return {}, "\n".join(error + lines[outer[-1] + 1 :])  # an error may go on in lines of its own
 
 
 def row_of(asked: argparse.Namespace, folder: Path, out: Path, tokens: Tensor) -> dict:

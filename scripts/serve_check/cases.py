@@ -99,7 +99,7 @@ ON_A_CARD = {"humming_w": Case(MX_FORMATS, "humming")}
 ALL = CASES | MORE_FAMILIES | ON_A_CARD
 RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
 """Shapes whose weights are drawn: their speed is that of the trained model."""
-OF_TINY_ALONE = ("ct48_learned_w", "ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
+OF_TINY_ALONE = ("ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
 
 
 def in_turn(model: nn.Module, formats: Iterable[BlockFormat]) -> Assignment:

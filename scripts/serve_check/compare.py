@@ -9,6 +9,7 @@ error says what the engine does with inputs, which it decides by its hardware an
 in dmx with these q, and log-probabilities of the same tokens are compared.
 """
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -27,10 +28,12 @@ from dmx.errors import ModelError
 from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.loading import is_exported, load_exported
 from dmx.exporting.names import model_names
-from dmx.formats import BLOCK_FORMATS, FP8, BlockFormat
+from dmx.formats import BLOCK_FORMATS, FP8, NVFP4, BlockFormat
+from dmx.numerics.rounding import round_to_element
 
 LEFT_ALONE = "left alone"
 FP8_INVERSE = "fp8 amax/448_float32, by a product with the inverse"
+NVFP4_INVERSE = "nvfp4 amax/6, by products with inverses"
 RULES = ("floor", "even", "rceil")
 """Of inputs, that engines are known to take; the first is the specification's."""
 InputQuantizer = Callable[[Tensor], Tensor]
@@ -82,13 +85,16 @@ def candidates(layer: nn.Module, asked: InputQuantizer | None) -> dict[str, Inpu
     """Name -> what an engine may do with inputs of a layer."""
     found: dict[str, InputQuantizer | None] = {LEFT_ALONE: None}
     weight = getattr(getattr(layer, "weight_quantizer", None), "block_format", None)
-    of_input = getattr(asked, "block_format", None)
+    of_input, amax = getattr(asked, "block_format", None), getattr(asked, "amax", None)
     if asked is not None:
         found[_name(of_input, getattr(asked, "scale_rule", None))] = asked
     if FP8 in (of_input, weight):
         rule = FP8.usual_rule("input")
         found.setdefault(_name(FP8, rule), BlockQuantizer(FP8, rule))
-        found[FP8_INVERSE] = fp8_by_inverse
+        static = amax if of_input is FP8 else None
+        found[FP8_INVERSE] = functools.partial(fp8_by_inverse, amax=static)
+    if of_input is NVFP4 and amax is not None:
+        found[NVFP4_INVERSE] = functools.partial(nvfp4_by_inverses, amax=amax)
     for block_format in dict.fromkeys((of_input, weight)):
         if isinstance(block_format, BlockFormat) and block_format.is_mx:
             for rule in RULES:
@@ -97,12 +103,35 @@ def candidates(layer: nn.Module, asked: InputQuantizer | None) -> dict[str, Inpu
     return found
 
 
-def fp8_by_inverse(x: Tensor) -> Tensor:
-    """FP8 a token as vLLM's plain code has it, which the CPU runs: another value than dmx's, and its CUDA kernel's, where a
-    quotient lies on a midpoint."""
-    scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+def fp8_by_inverse(x: Tensor, amax: float | None = None) -> Tensor:
+    """FP8 as vLLM's plain code has it, which the CPU runs: another value than dmx's, and its CUDA kernel's, where a
+    quotient lies on a midpoint.
+
+    Args:
+        amax: that the one, static scale is made for; None: a scale a token.
+    """
+    if amax is None:
+        scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1 / (448 * 512))
+    else:
+        scale = torch.tensor(amax / 448, dtype=torch.float32, device=x.device)
     codes = (x.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scale).to(x.dtype)
+
+
+def nvfp4_by_inverses(x: Tensor, amax: float) -> Tensor:
+    """NVFP4 with a global scale as vLLM's plain code has it, and its CUDA kernel with approximate inverses: another value
+    than dmx's where a quotient lies on a midpoint, and no least scale of a block.
+
+    Args:
+        amax: of the input that the global scale is made for.
+    """
+    inv_global = torch.tensor(6 * 448 / amax, dtype=torch.float32, device=x.device)
+    blocks = x.float().unflatten(-1, (-1, NVFP4.block_size))
+    ratio = blocks.abs().amax(-1, keepdim=True) * torch.tensor(1 / 6, dtype=torch.float32)
+    scale = (inv_global * ratio).clamp(max=448).to(torch.float8_e4m3fn).float()
+    inverse = torch.where(scale == 0, 0, 1 / (scale * (1 / inv_global)))
+    codes = round_to_element(blocks * inverse, NVFP4.element)
+    return (codes * (scale / inv_global)).flatten(-2).to(x.dtype)
 
 
 def _name(block_format: BlockFormat | None, rule: str | None) -> str:

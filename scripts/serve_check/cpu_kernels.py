@@ -9,7 +9,7 @@ Loader, names, fused layers, choice of the scheme and the forward pass stay vLLM
 loading, to the dtype of the model. On a card none of this is used.
 
 Internal interfaces of vLLM 0.32: `register_linear_kernel`; for FP8 weights alone its table of kernels, for NVFP4
-weights alone the class that `init_nvfp4_linear_kernel` forces, whose name is replaced. And Quark's and ModelOpt's schemes may
+weights alone the class that `init_nvfp4_linear_kernel` forces, whose name is replaced. And Quark's, ModelOpt's and humming's schemes may
 run in float32, as compressed-tensors' may: there sums in another order do not turn the rounding of inputs.
 """
 
@@ -28,6 +28,7 @@ from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (
     HadamardTransform,
 )
+from vllm.model_executor.layers.quantization.humming import HummingConfig
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils
@@ -171,5 +172,5 @@ def register(*, rounds_inputs: bool) -> None:
     custom_ops.hadacore_transform = hadamard
     HadamardTransform.cpu_linear = staticmethod(F.linear)  # vLLM forgets it there
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    for config in (QuarkConfig, ModelOptMixedPrecisionConfig):
+    for config in (QuarkConfig, ModelOptMixedPrecisionConfig, HummingConfig):
         config.get_supported_act_dtypes = lambda self: dtypes

@@ -13,9 +13,10 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 import dmx
+from dmx.applying.quantizers import BlockQuantizer
 from dmx.errors import ModelError
 from dmx.exporting.packing import encode_weight
-from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
+from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from experiments.reporting.pages import engines
 from scripts.serve_check import __main__ as serve_check
 from scripts.serve_check import cases, compare, decoding
@@ -102,6 +103,24 @@ def test_what_an_engine_did_with_inputs_is_found(folder):
     # the model now runs as the engine did
     layer = loaded.model.get_submodule("model.layers.0.self_attn.k_proj")
     assert layer.input_quantizer.scale_rule == "even"
+
+
+@pytest.mark.parametrize(
+    ("asked", "inverse"),
+    [
+        (BlockQuantizer(NVFP4, "amax/6", amax=3.0), compare.NVFP4_INVERSE),
+        (BlockQuantizer(FP8, "amax/448_float32", amax=2.1), compare.FP8_INVERSE),
+        (BlockQuantizer(FP8, "amax/448_float32"), compare.FP8_INVERSE),
+    ],
+    ids=("nvfp4", "static", "token"),
+)
+def test_inputs_by_products_with_inverses_are_told_from_quotients(asked, inverse, generator):
+    ways = compare.candidates(torch.nn.Linear(512, 8), asked)
+    x = torch.randn(512, 512, generator=generator).bfloat16().float()  # quotients on midpoints
+    ours, theirs = asked(x), ways[inverse](x)
+    apart = (ours - theirs).abs() / ours.abs().clamp(min=1e-3)
+    assert 0 < (apart > 1e-3).sum() < 0.01 * x.numel()  # there the next value is taken
+    assert (apart[apart < 1e-3] < 1e-6).all()
 
 
 def test_a_wrong_weight_or_order_of_fused_layers_is_beyond_every_tolerance(folder):
@@ -217,6 +236,15 @@ def test_a_folder_that_cannot_be_compared_leaves_the_others(folder, tmp_path):
     (tmp_path / "plain" / "config.json").write_text('{"model_type": "none"}')
     row = serve_check.row_of(asked, tmp_path / "plain", out, torch.zeros(1, 2))
     assert re.search("plain was not exported by dmx, and transformers cannot", row["failed"])
+
+
+def test_an_error_is_kept_with_the_lines_that_it_goes_on_in(tmp_path):
+    said = "Traceback (most recent call last):\n  File x\n    y()\npydantic.E: 1 error\n  Value error, no float32\n"
+    (tmp_path / "out.txt").write_text(said)
+    failed = serve_check.report_of(tmp_path / "out")[1]
+    assert failed == "pydantic.E: 1 error\n  Value error, no float32"
+    (tmp_path / "out.txt").write_text("cannot run:\n  at z\nno libcuda")
+    assert serve_check.report_of(tmp_path / "out")[1] == "cannot run:\nno libcuda"
 
 
 WORKER = """
@@ -463,7 +491,8 @@ def test_one_table_has_the_model_by_runtime():
     good = served(**stated, folder="ct4_wa")
     bad = stated | {"profile": "transformers", "formats": ["mxfp6_e2m3"], "folder": "other"}
     runs = {
-        "engines_a": run | {"runtime": "vLLM", "rows": [good, bad | {"failed": "E: no kernel"}]},
+        "engines_a": run
+        | {"runtime": "vLLM", "rows": [good, bad | {"failed": "At x\nE: 1\n  no kernel"}]},
         "engines_b": run | {"runtime": "transformers", "rows": [good]},
         "engines_c": run | {"runtime": "vLLM", "tokens": 64, "rows": [served(**stated)]},
         "engines_d": run | {"runtime": "vLLM", "text": None, "rows": [served()]},
@@ -485,7 +514,7 @@ def test_one_table_has_the_model_by_runtime():
             "mxfp4: native, inputs quantized always; fp8: native with inputs=true, else weights alone",
         ),
     ]
-    assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: no kernel`" in table
+    assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: 1 no kernel`" in table
 
 
 def test_the_table_says_apart_how_far_perplexities_are_with_inputs_left_alone():

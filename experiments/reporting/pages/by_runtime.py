@@ -158,6 +158,8 @@ def _joined(words: Mapping[str, str]) -> str:
 
 
 def _why(row: Run) -> str:
-    """The last line of the error, cut where it goes on."""
-    line = row["failed"].strip().splitlines()[-1]
+    """The error from its last line that is not indented, cut where it goes on."""
+    lines = row["failed"].strip().splitlines()
+    last = max(i for i, line in enumerate(lines) if not line.startswith(" "))
+    line = " ".join(map(str.strip, lines[last:]))
     return line if len(line) < 200 else f"{line[:200]} ..."
