@@ -133,7 +133,7 @@ def meta_model(config: ModelConfig) -> Any:
         model_config = tiny_model_config(config.tiny)
     else:
         where = locate(config)
-        with _quiet_transformers():
+        with _quiet_transformers(), read_once():
             model_config = _read_config(config, where)
     with torch.device("meta"):
         return _from_config(config, model_config).eval()
