@@ -7,12 +7,15 @@ python scripts/make_tables.py --check    exit 1 if a page differs from what the 
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -48,8 +51,8 @@ UNIFORM_RECORD = "smollm2_135m_compare"
 LINEAR_SCHEMA = "mor.linear_bench/1"
 SEARCHES = ROOT / "configs" / "search"
 
-Made = dict[Path, str | bytes]
-"""Path -> content."""
+Made = dict[Path, "str | Figure"]
+"""Path -> content; a picture is drawn where it is written."""
 
 
 def presets() -> Presets:
@@ -89,7 +92,7 @@ def own_page(name: str, record: Record) -> Made:
     figure = pareto(group_rows(record.rows), zoom=record.command == "compare")
     picture = path.with_suffix(".png")
     made: Made = {path: compare_page(title, record, picture.name if figure else None)}
-    return made | ({picture: png(figure)} if figure else {})
+    return made | ({picture: figure} if figure else {})
 
 
 def read_records() -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
@@ -172,14 +175,14 @@ def outputs() -> Made:
         with told_of(f"{RECORDS}/{TOKENS}*.json"):
             text, figures = tokens_page(by_tokens)
         made[RESULTS / "tokens.md"] = text
-        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
+        made |= {RESULTS / name: figure for name, figure in figures.items()}
     trainings = [r for r in records.values() if r.command == "train_mor"]
     nets = [body for body in others.values() if body["schema"] == net.SCHEMA]
     if trainings or nets:
         with told_of(f"{RECORDS}, records of train_mor and safety_net"):
             text, figures = mor_page(trainings, nets)
         made[RESULTS / "mor.md"] = text
-        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
+        made |= {RESULTS / name: figure for name, figure in figures.items()}
     pages = {path.name: text for path, text in made.items() if isinstance(text, str)}
     made[RESULTS / "README.md"] = index_page(
         {name: text for name, text in pages.items() if name != "README.md"}
@@ -192,23 +195,22 @@ def quality_outputs(quality: list[Record], uniform: Record | None) -> Made:
     settings = presets()
     pages = quality_pages(quality, settings)
     made: Made = {RESULTS / name: text for name, text in pages.texts.items()}
-    made |= {RESULTS / name: png(figure) for name, figure in pages.pictures.items()}
+    made |= {RESULTS / name: figure for name, figure in pages.pictures.items()}
     table = "\n".join(readme_table(quality, settings, uniform))
     readme = ROOT / "README.md"
     return made | {readme: between(readme.read_text(), table)}
 
 
-def differing(made: Mapping[Path, str | bytes], *, check: bool) -> list[Path]:
-    """Files that are not as the records give; a picture's bytes count only where it is to be written."""
-    paths = []
+def differing(made: Made, *, check: bool) -> dict[Path, bytes]:
+    """Files that are not as the records give, with what they should say; of a picture `check` asks only that it is there."""
+    wrong: dict[Path, bytes] = {}
     for path, content in made.items():
-        if isinstance(content, bytes):
-            is_same = path.exists() and (check or path.read_bytes() == content)
-        else:
-            is_same = path.exists() and path.read_text() == content
-        if not is_same:
-            paths.append(path)
-    return paths
+        if check and not isinstance(content, str) and path.exists():
+            continue
+        expected = content.encode() if isinstance(content, str) else png(content)
+        if not path.exists() or path.read_bytes() != expected:
+            wrong[path] = expected
+    return wrong
 
 
 def main() -> int:
@@ -223,10 +225,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     wrong = differing(made, check=check)
-    for path in wrong:
-        content = made[path]
+    for path, content in wrong.items():
         if not check:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            path.write_bytes(content)
         print(f"{'differs from the records' if check else 'written'}: {path.relative_to(ROOT)}")
     return 1 if check and wrong else 0
 

@@ -7,6 +7,7 @@ the file and the key.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,12 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     raise RunError(f"{where} is {value!r:.80}, expected {getattr(hint, '__name__', hint)}")
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Types of the fields: names that are evaluated, so once a class and not once an object of thousands."""
+    return get_type_hints(cls)
+
+
 def _option(options: list[Any], value: Any) -> Any:
     """Of several types the one that an object of JSON has the keys of."""
     if isinstance(value, Mapping):
@@ -98,7 +105,7 @@ class Stored:
         """
         if not isinstance(body, Mapping):
             raise RunError(f"{where} is {body!r:.80}, expected an object")
-        hints, fields = get_type_hints(cls), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        hints, fields = _hints(cls), {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
         missing, unknown = _lacking(fields, body), sorted(set(body) - set(fields))
         if missing or unknown:
             raise RunError(

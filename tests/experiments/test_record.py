@@ -3,11 +3,13 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import get_type_hints
 
 import pytest
 
 from dmx.errors import RunError
 from experiments.reporting import record as records
+from experiments.reporting import stored
 from experiments.reporting.groups import group_rows
 from experiments.reporting.plots.pareto import pareto
 from experiments.reporting.pooling import Table
@@ -180,6 +182,7 @@ class Salted(Method):
 
 def test_another_dimension_is_one_field(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "Method", Salted)
+    monkeypatch.setattr(stored, "_hints", get_type_hints)  # which keeps a class's types
     plain = Salted(search="differentiable", quantized="W+A")
     salted, kl = (
         dataclasses.replace(plain, salt="sea"),

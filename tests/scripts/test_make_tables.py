@@ -7,12 +7,14 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from dmx.errors import DmxError
 from experiments.reporting import record as records
+from experiments.reporting import stored
 from experiments.reporting.groups import group_recipes, group_rows
 from experiments.reporting.pages.mor import fell_back, mor_page
 from experiments.reporting.pages.overview import readme_table
@@ -97,6 +99,18 @@ def page(*of: Record, name: str = "quality.md") -> str:
 def test_committed_pages_are_what_the_records_give(make_tables, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["make_tables.py", "--check"])
     assert make_tables.main() == 0, capsys.readouterr().out
+
+
+def test_a_picture_is_drawn_where_it_is_written_and_looked_for_otherwise(make_tables, tmp_path):
+    figure = quality_pages([at_five_bits()], PRESETS).pictures["quality.png"]
+    path, page = tmp_path / "quality.png", tmp_path / "quality.md"
+    made = {path: figure, page: "text"}
+    drawn = make_tables.differing(made, check=False)
+    assert drawn == make_tables.differing(made, check=True) and drawn[page] == b"text"
+    assert drawn[path].startswith(b"\x89PNG") and len(drawn[path]) > 10_000
+    path.write_bytes(b"of another version of matplotlib")
+    assert set(make_tables.differing(made, check=True)) == {page}
+    assert make_tables.differing(made, check=False) == drawn
 
 
 @pytest.mark.parametrize(
@@ -372,6 +386,7 @@ def test_one_field_more_appears_in_label_table_legend_record_and_comparison(tmp_
     assert "dMX + warmth 30 (W+A)" in legend and "dMX (W+A)" in legend
     # The record, there and back: only the type of a row's method is another.
     monkeypatch.setitem(vars(records), "Method", WarmMethod)
+    monkeypatch.setattr(stored, "_hints", get_type_hints)  # which keeps a class's types
     made = compared(*rows)
     assert Record.load(made.save(tmp_path / "record.json")) == made
     assert (
