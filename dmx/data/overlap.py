@@ -92,12 +92,16 @@ def without_shared(training: str, evaluation: str, separator: str, words: int = 
         separator: between the parts of `training`; short texts only, all sequences are kept in memory.
     """
     listed = _WORD.findall(evaluation.lower())
-    wanted = {tuple(listed[i : i + words]) for i in range(len(listed) - words + 1)}
+    wanted = set(_sequences(listed, words))
     parts = training.split(separator)
     known = [(word, i) for i, part in enumerate(parts) for word in _WORD.findall(part.lower())]
     shared: set[int] = set()
-    for start in range(len(known) - words + 1):
-        sequence = known[start : start + words]
-        if tuple(word for word, _ in sequence) in wanted:
-            shared.update(part for _, part in sequence)
+    for start, sequence in enumerate(_sequences([word for word, _ in known], words)):
+        if sequence in wanted:
+            shared.update(part for _, part in known[start : start + words])
     return separator.join(part for i, part in enumerate(parts) if i not in shared)
+
+
+def _sequences(listed: list[str], words: int) -> Iterator[tuple[str, ...]]:
+    """Every so many words of a list that follow each other, from the first on."""
+    return zip(*(listed[first:] for first in range(words)), strict=False)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import scipy.optimize
 
 from dmx.assignment.budget import Budget
 from dmx.assignment.space import SearchSpace
@@ -32,6 +31,8 @@ def solve_knapsack(
     Raises:
         BudgetError: no choice fits.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # a second that few commands need
+
     space.check_budget(budget, warn=False)
     n_units, n_formats = scores.shape
     costs = space.costs(budget.unit)
@@ -47,18 +48,18 @@ def solve_knapsack(
     allowed = np.isfinite(scores)
     saved = np.where(allowed, scores.min(1, keepdims=True) - scores, 0.0)
     constraints = [
-        scipy.optimize.LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
-        scipy.optimize.LinearConstraint(one_each, 1, 1),
+        LinearConstraint(cost.ravel()[None] / unit_cost, -np.inf, room / unit_cost),
+        LinearConstraint(one_each, 1, 1),
     ]
     agreement = [(near, n_units - (most_changes or 0), n_units)] if near is not None else []
     for choice, low, high in [*agreement, *((other, 0, n_units - 1) for other in excluded)]:
         same = np.eye(n_formats)[choice].ravel()[None]  # times the solution: units that agree
-        constraints.append(scipy.optimize.LinearConstraint(same, low, high))
-    result = scipy.optimize.milp(
+        constraints.append(LinearConstraint(same, low, high))
+    result = milp(
         -(saved / (np.abs(saved).max() or 1.0)).ravel(),
         constraints=constraints,
         integrality=np.ones(scores.size),
-        bounds=scipy.optimize.Bounds(0, allowed.ravel().astype(float)),
+        bounds=Bounds(0, allowed.ravel().astype(float)),
         options={"mip_rel_gap": 0.0},
     )
     if result.x is None:

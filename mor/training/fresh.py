@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from mor.config import MorError
 
@@ -39,6 +38,8 @@ def fresh_weights(model: nn.Module, seed: int, **architecture: Any) -> nn.Module
     Raises:
         MorError: the config has no such field, or transformers knows no such type.
     """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config: Any = copy.deepcopy(model.config)
     kind = architecture.pop("model_type", config.model_type)
     if kind != config.model_type:
