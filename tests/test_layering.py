@@ -173,12 +173,19 @@ def test_an_entry_point_is_under_a_hundred_lines_with_its_schema(name):
     assert len(text.splitlines()) < 100 and "@dataclass" in text
 
 
-def test_nothing_that_draws_is_imported_before_something_is_drawn():
+def test_nothing_that_draws_is_imported_before_something_is_drawn_and_reports_need_no_commands():
     code = (
         "import importlib, sys\n"
+        "import experiments.reporting.report, experiments.reporting.report_training\n"
+        "import experiments.reporting.pages.quality, experiments.reporting.pages.mor\n"
+        "assert 'hydra' not in sys.modules\n"
+        "assert not any(m.startswith('experiments.running') for m in sys.modules)\n"
         "for name in ('search', 'compare', 'evaluate', 'train_mor'):\n"
         "    importlib.import_module(f'experiments.{name}')\n"
         "    assert 'matplotlib' not in sys.modules, name\n"
+        "from experiments.reporting.plots.canvas import new_figure\n"
+        "new_figure(1, 1)\n"
+        "assert 'matplotlib' in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

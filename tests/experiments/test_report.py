@@ -6,8 +6,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -497,20 +495,6 @@ def test_format_counts_hold_inputs_where_they_differ():
     assert format_counts(formats) == {"weight": {"up": {"mxfp4": 1, "mxfp6_e2m3": 1}}}
     inputs = dict.fromkeys(formats, "mxfp4")
     assert format_counts(formats, inputs)["input"] == {"up": {"mxfp4": 2}}
-
-
-def test_matplotlib_is_loaded_when_something_is_drawn_and_not_before():
-    code = (
-        "import sys\n"
-        "import experiments.reporting.report, experiments.reporting.report_training\n"
-        "import experiments.reporting.pages.quality, experiments.reporting.pages.mor\n"
-        "assert 'matplotlib' not in sys.modules and 'hydra' not in sys.modules\n"
-        "assert not any(m.startswith('experiments.running') for m in sys.modules)\n"
-        "from experiments.reporting.plots.canvas import new_figure\n"
-        "new_figure(1, 1)\n"
-        "assert 'matplotlib' in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_tasks_are_compared_item_by_item():
