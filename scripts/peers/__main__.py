@@ -6,7 +6,8 @@
         --family mxfp4 mxfp8_e4m3 --family mxfp4 mxfp6_e2m3 mxfp8_e4m3 --budgets 4.5 5.0 5.5 --tasks all
 
 MODEL is a file of configs/model, or a folder. Peers run in environments of their own (`make peers`). Started again, it
-goes on: a cell that has its record.json is shown, one that failed is tried again. Records for docs/results/peers.md:
+goes on: a cell that has its record.json is shown, one that failed is tried again. Several processes may have one --out: a
+cell that another runs is left to it, and what it follows from is waited for. Records for docs/results/peers.md:
 copy cells/*/record.json to docs/results/records/peers_*.json.
 """
 
@@ -16,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,23 @@ from dmx.data import DataConfig
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
 from dmx.files import check_writable, write_json
+from dmx.formats import SCALE_RULES
 from dmx.models import ModelConfig
 from experiments.reporting.record import Record, Row
 from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
-from experiments.running.settings import CONFIGS, EvalConfig, EvaluationConfig
+from experiments.running.settings import (
+    CONFIGS,
+    ConfigError,
+    EvalConfig,
+    EvaluationConfig,
+    RunConfig,
+)
 
+from ..claiming import claimed
 from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench, Texts
 from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request
-from .tools import PEERS, ROOT, asked, check_can, python_of
+from .tools import PEERS, ROOT, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
 FAILED = "failed.json"
@@ -84,22 +93,33 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--token-window", type=int, default=256, help="tokens of a row of them")
     parser.add_argument("--units", default="fused", choices=("fused", "layer"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--device", default="cpu", help="cpu | cuda")
+    parser.add_argument("--device", default="cpu", help="cpu | cuda | auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--calibration", default="fineweb+c4", help="data set, or data set:split")
     parser.add_argument("--evaluation", default="wikitext2:test", help="likewise")
     parser.add_argument("--window", type=int, default=2048, help="tokens of an evaluation window")
     parser.add_argument("--windows", type=int, help="so many of them; default: the whole text")
     parser.add_argument("--batch-size", type=int, default=8, help="windows at once")
-    parser.add_argument("--rules", nargs="+", default=["floor", "even"], help="scale rules of rows")
+    parser.add_argument(
+        "--rules", nargs="+", default=["floor", "even"], choices=SCALE_RULES, help="of rows"
+    )
     parser.add_argument("--quantized", nargs="+", default=["W+A"], choices=("W+A", "W"))
-    parser.add_argument("--tasks", nargs="+", default=[], help="zero-shot tasks, or all")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], choices=(*TASKS, "all"), help="zero-shot tasks"
+    )
     parser.add_argument("--task-limit", type=int, help="items of each task")
     parser.add_argument(
         "--own-windows", type=int, default=2, help="that a peer measures itself, too"
     )
     parser.add_argument(
         "--option", nargs="+", default=[], metavar="KEY=VALUE", help="of peers alone"
+    )
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        default=[],
+        metavar="PEER=PATH",
+        help="an interpreter that has the tool, in place of .venv-peers",
     )
     return parser.parse_args(arguments)
 
@@ -169,6 +189,18 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
     return options
 
 
+def device_of(name: str) -> str:
+    """Of --device; `auto` is one of them.
+
+    Raises:
+        RunError: it is not there.
+    """
+    try:
+        return str(RunConfig(device=name).torch_device())
+    except ConfigError as error:
+        raise RunError(str(error).replace("run.device=", "--device ")) from error
+
+
 def check_tokens(given: argparse.Namespace) -> None:
     """Raise RunError for numbers of tokens that are no whole rows."""
     if wrong := [n for n in given.tokens if n < 1 or n % given.token_window]:
@@ -180,21 +212,34 @@ def check_tokens(given: argparse.Namespace) -> None:
 class Grid:
     """Runs cells in the output folder."""
 
-    def __init__(self, given: argparse.Namespace, bench: Bench, options: dict[str, str]) -> None:
-        self.given, self.bench, self.options = given, bench, options
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        bench: Bench,
+        options: dict[str, str],
+        pythons: Mapping[str, Path],
+    ) -> None:
+        self.given, self.bench, self.options, self.pythons = given, bench, options, pythons
 
     def folder(self, cell: Cell) -> Path:
         return self.given.out / "cells" / cell.name
 
-    def run(self, cell: Cell) -> Record:
-        """The record of a cell, read back if it is there.
+    def run(self, cell: Cell, *, wait: bool = False) -> Record | None:
+        """The record of a cell, read back if it is there. None: another process runs it.
+
+        Args:
+            wait: for the other process.
 
         Raises:
             RunError: the peer failed, its answer cannot be measured, or the folder has the cell of other settings.
         """
+        with claimed(self.given.out / "claims" / cell.name, wait=wait) as is_ours:
+            return self._run(cell) if is_ours else None
+
+    def _run(self, cell: Cell) -> Record:
         folder, requested = self.folder(cell), self._requested(cell)
         if (folder / RECORD).exists():
-            return _same(Record.load(folder / RECORD), requested, folder)
+            return _same(_read(folder / RECORD), requested, folder)
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
@@ -226,13 +271,18 @@ class Grid:
         """All that the record of a cell depends on, as its file has it."""
         measured = {name: getattr(self.given, name) for name in MEASURED}
         named = {**asdict(cell), "family": list(cell.family)}
-        return {**named, "option": self.options, **measured}
+        return {**named, "option": self._options(cell), **measured}
+
+    def _options(self, cell: Cell) -> dict[str, str]:
+        """Those of --option that the cell's method takes."""
+        method = PEERS[cell.peer].methods[cell.method]
+        return {k: v for k, v in self.options.items() if k in (*method.needs, *method.takes)}
 
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
         assert after is not None
         before = cell.of(after)
-        self.run(before)
+        self.run(before, wait=True)
         return Answer.load(self.folder(before) / ANSWER).formats
 
     def _answer(self, cell: Cell, formats: dict[str, str] | None) -> Answer:
@@ -250,7 +300,7 @@ class Grid:
             seed=cell.seed,
             given=formats,
             own_windows=self.given.own_windows if PEERS[cell.peer].own_rule else 0,
-            options=self.options,
+            options=self._options(cell),
         )
         is_same = (folder / REQUEST).exists() and Request.load(folder / REQUEST) == request
         if not (is_same and (folder / ANSWER).exists()):
@@ -259,7 +309,7 @@ class Grid:
                 (folder / name).unlink(missing_ok=True)
             request.save(folder / REQUEST)
             bench.write_tokens(folder, bench.rows(cell.tokens, cell.seed), request.own_windows)
-            run_worker(cell.peer, folder)
+            run_worker(cell.peer, folder, self.pythons)
         return Answer.load(folder / ANSWER)
 
     def _measured(self, cell: Cell, answer: Answer) -> tuple[dict[str, Any], list[Row]]:
@@ -305,6 +355,16 @@ class Grid:
         return facts, rows
 
 
+def _read(path: Path) -> Record:
+    """The record of a cell that is done; RunError says to delete one that cannot be read."""
+    try:
+        return Record.load(path)
+    except RunError as error:
+        raise RunError(
+            f"{path} is damaged or of another version: delete it, and the cell is measured again"
+        ) from error
+
+
 def _same(record: Record, requested: dict[str, Any], folder: Path) -> Record:
     """The record, if it is of these settings.
 
@@ -320,13 +380,13 @@ def _same(record: Record, requested: dict[str, Any], folder: Path) -> Record:
     return record
 
 
-def run_worker(peer: str, folder: Path) -> None:
-    """Answer the request of a folder in the peer's environment.
+def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
+    """Answer the request of a folder in the peer's environment, or by its interpreter of `pythons`.
 
     Raises:
         RunError: the peer is not installed, or failed; ends in the last line of its error.
     """
-    python = python_of(peer)
+    python = python_of(peer, pythons)
     offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     environment = {**os.environ, **dict.fromkeys(offline, "1")}
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
@@ -368,11 +428,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_tokens(given)
         options = options_of(given)
+        pythons = given_pythons(given.python)
+        given.device = device_of(given.device)
         cells = list(cells_of(given, options))
         if not cells or not all(math.isfinite(cell.limit) for cell in cells):
             raise RunError(f"--budgets {given.budgets}, --family {given.family}: nothing to run")
         check_writable(given.out)
-        tasks = list(TASKS) if given.tasks == ["all"] else given.tasks
+        tasks = list(TASKS) if "all" in given.tasks else given.tasks
         bench = Bench(
             model_of(given),
             Texts(
@@ -390,10 +452,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DmxError as error:
         print(error, file=sys.stderr)
         return 2
-    grid = Grid(given, bench, options)
+    grid = Grid(given, bench, options, pythons)
     for cell in cells:
         try:
-            print(line_of(grid.run(cell)), flush=True)
+            record = grid.run(cell)
+            busy = f"{cell.name}: another process runs it; left to that"
+            print(busy if record is None else line_of(record), flush=True)
         except ValueError as error:  # a DmxError, or a file of the cell is damaged
             failed += 1
             write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})

@@ -23,6 +23,7 @@ from experiments.running.provenance import batches_facts, windows_facts
 from experiments.running.rows import make_row, method_of
 from experiments.running.settings import EvalConfig, EvaluationConfig
 
+from ..claiming import claimed
 from .answers import with_rules
 from .protocol import TOKENS
 
@@ -72,11 +73,12 @@ class Bench:
         """
         place = self.folder / "model"
         done, facts = place / "done.json", self.facts.to_dict()
-        if not done.exists():
-            self.model.save_pretrained(place)
-            self.tokenizer.save_pretrained(place)
-            write_json(done, facts)
-        elif (there := read_json(done)) != facts:
+        with claimed(self.folder / "claims" / "model", wait=True):
+            if not done.exists():
+                self.model.save_pretrained(place)
+                self.tokenizer.save_pretrained(place)
+                write_json(done, facts)
+        if (there := read_json(done)) != facts:
             raise RunError(f"{place} has the model {there}, not {facts}: give another --out")
         return place
 

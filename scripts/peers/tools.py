@@ -1,14 +1,16 @@
 """Which peers there are, what each can be asked for, and where its environment is."""
 
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dmx.errors import RunError
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 MXFP = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")
 
 
@@ -44,6 +46,8 @@ class Peer:
     """The scale rule of its MX weights and inputs, under which our measurement must give its own."""
     environment: str | None = None
     """Of .venv-peers; None: ours."""
+    packages: tuple[str, ...] = ()
+    """Whose versions a given environment (--python) must have as `environments/NAME.txt` says them."""
     cannot: tuple[str, ...] = field(default=())
     """What it was asked for in vain, as its version is; goes to the records."""
 
@@ -56,11 +60,33 @@ PEERS = {
             "fisher": Method(label="dmx fisher"),
             "dmx_40": Method(label="dmx exact, 40 steps"),
             "dmx_80": Method(label="dmx exact, 80 steps"),
+            "exact": Method(label="dmx exact, 400 steps"),
+            "differentiable": Method(label="dmx differentiable, 400 steps"),
+            "adaptive": Method(label="dmx adaptive"),
+        },
+    ),
+    "ours_weights": Peer(
+        worker="ours",
+        methods={
+            "learned": Method(
+                label="dmx learned",
+                gives="weights",
+                after="auto_round:auto_scheme",
+                takes=("learn_steps",),
+            ),
+            "gptq": Method(label="dmx GPTQ", gives="weights", after="auto_round:auto_scheme"),
+            "kl_per_bit_learned": Method(
+                label="dmx kl_per_bit, then learned",
+                gives="weights",
+                after="ours:kl_per_bit",
+                takes=("learn_steps",),
+            ),
         },
     ),
     "modelopt": Peer(
         worker="modelopt_worker",
         environment="modelopt",
+        packages=("nvidia-modelopt",),
         own_rule="rceil",
         methods={
             "gradient": Method(label="ModelOpt AutoQuantize, gradient"),
@@ -74,6 +100,7 @@ PEERS = {
     "auto_round": Peer(
         worker="auto_round_worker",
         environment="auto_round",
+        packages=("auto-round",),
         own_rule="floor",
         methods={
             "auto_scheme": Method(label="auto-round AutoScheme"),
@@ -88,6 +115,7 @@ PEERS = {
     "brevitas": Peer(
         worker="brevitas_worker",
         environment="brevitas",
+        packages=("brevitas",),
         own_rule="floor",
         methods={
             "dmx": Method(
@@ -103,6 +131,7 @@ PEERS = {
     "llmcompressor": Peer(
         worker="llmcompressor_worker",
         environment="llmcompressor",
+        packages=("llmcompressor", "compressed-tensors"),
         methods={
             "gptq": Method(
                 label="llm-compressor GPTQ",
@@ -149,8 +178,60 @@ def check_can(name: str, formats: Sequence[str], units: str, options: Sequence[s
     return None
 
 
-def python_of(peer: str) -> Path:
-    """The interpreter that runs a peer: of `.venv-peers`, or of the folder that DMX_PEERS names.
+def pins_of(peer: str) -> dict[str, str]:
+    """package -> version that the peer's environment has, of the packages that are the tool itself."""
+    lines = (HERE / "environments" / f"{PEERS[peer].environment}.txt").read_text().split()
+    pinned = dict(line.split("==", 1) for line in lines)
+    return {package: pinned[package] for package in PEERS[peer].packages}
+
+
+def given_pythons(texts: Sequence[str]) -> dict[str, Path]:
+    """peer -> interpreter, of `PEER=PATH`.
+
+    Raises:
+        RunError: no such peer, no interpreter, or it lacks the tool in the version that is asked for.
+    """
+    given = {}
+    for text in texts:
+        peer, _, path = text.partition("=")
+        known = [name for name, p in PEERS.items() if p.environment]
+        if peer not in known or not path:
+            raise RunError(f"--python {text}: give PEER=PATH, a peer of {', '.join(known)}.")
+        _check_packages(text, Path(path), peer)
+        given[peer] = Path(path)
+    return given
+
+
+def _check_packages(text: str, python: Path, peer: str) -> None:
+    """Raise RunError where an interpreter has not the peer's packages in their versions."""
+    pins = pins_of(peer)
+    asked_for = ", ".join(f"{k}=={v}" for k, v in pins.items())
+    other = (
+        f"Give an interpreter that has {asked_for}, or leave it out: `make peers PEERS="
+        f"{PEERS[peer].environment}` makes one."
+    )
+    script = "import sys; from importlib.metadata import version; [print(version(n)) for n in sys.argv[1:]]"
+    try:
+        done = subprocess.run(
+            [str(python), "-c", script, *pins],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise RunError(f"--python {text}: it does not run ({error}). {other}") from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(f"--python {text}: {asked_for} is not there ({why}). {other}")
+    found = dict(zip(pins, done.stdout.split(), strict=True))
+    if found != pins:
+        there = ", ".join(f"{k}=={v}" for k, v in found.items())
+        raise RunError(f"--python {text}: it has {there}. {other}")
+
+
+def python_of(peer: str, given: Mapping[str, Path]) -> Path:
+    """The interpreter that runs a peer: given, or of `.venv-peers`, or of the folder that DMX_PEERS names.
 
     Raises:
         RunError: its environment is not there.
@@ -158,11 +239,13 @@ def python_of(peer: str) -> Path:
     name = PEERS[peer].environment
     if name is None:
         return Path(sys.executable)
+    if peer in given:
+        return given[peer]
     folder = Path(os.environ.get("DMX_PEERS", ROOT / ".venv-peers"))
     python = folder / name / "bin" / "python"
     if not python.is_file():
         raise RunError(
             f"{peer} is not installed: {python} does not exist. `make peers` makes it, `make peers PEERS={name}` it "
-            "alone; DMX_PEERS names another folder of environments."
+            f"alone; DMX_PEERS names another folder of environments, --python {peer}=PATH an interpreter that has it."
         )
     return python

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dmx.searching import SearchConfig, search_space
 from experiments.reporting.pages.peers import peers_page
 from experiments.reporting.record import Record
 from experiments.running.settings import CONFIGS
+from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, tools
 from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
@@ -183,7 +185,7 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
     with pytest.raises(
         RunError, match=r"modelopt is not installed: .* `make peers PEERS=modelopt`"
     ):
-        tools.python_of("modelopt")
+        tools.python_of("modelopt", {})
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,17 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
         (["--budgets", "nan"], "--budgets [nan]"),
         (["--family", "mxfp4", "other"], "nothing to run"),
         (["--out", "/proc/peers"], "/proc/peers"),
+        (["--device", "tpu"], "--device 'tpu'"),
+        (
+            ["--python", "ours=python3"],
+            "--python ours=python3: give PEER=PATH, a peer of modelopt,",
+        ),
+        (
+            ["--python", "modelopt=/no/python"],
+            "--python modelopt=/no/python: it does not run ([Errno 2] No such file or directory: '/no/python'). "
+            "Give an interpreter that has nvidia-modelopt==",
+        ),
+        (["--python", f"auto_round={sys.executable}"], "is not there (importlib.metadata.Package"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_anything_is_loaded(tmp_path, capsys, given, message):
@@ -199,6 +212,31 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded(tmp_path, capsys, 
         peers.main(["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", *given]) == 2
     )
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+def test_a_card_that_is_not_there_is_said_before_anything_is_loaded(tmp_path, capsys):
+    assert peers.main(["none", "--out", str(tmp_path), "--device", "cuda"]) == 2
+    assert "--device cuda: no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--rules", "flor"], ["--tasks", "arc"]])
+def test_rules_and_tasks_are_names(capsys, wrong):
+    with pytest.raises(SystemExit):
+        peers.main(["none", "--out", "x", *wrong])
+    assert f"argument {wrong[0]}: invalid choice: '{wrong[1]}'" in capsys.readouterr().err
+
+
+def test_a_given_interpreter_has_the_tool_in_its_version(monkeypatch):
+    monkeypatch.setattr(tools, "pins_of", lambda _: {"pytest": pytest.__version__})
+    path = Path(sys.executable)
+    assert tools.given_pythons([f"modelopt={path}"]) == {"modelopt": path}
+    assert tools.python_of("modelopt", {"modelopt": path}) == path
+    monkeypatch.setattr(tools, "pins_of", lambda _: {"pytest": "0.1"})
+    with pytest.raises(
+        RunError, match=rf"it has pytest=={pytest.__version__}\. Give .* pytest==0\.1"
+    ):
+        tools.given_pythons([f"modelopt={path}"])
 
 
 COMMON = [
@@ -220,7 +258,7 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
 def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     asked = []
 
-    def run_worker(peer, folder):
+    def run_worker(peer, folder, pythons):
         request = Request.load(folder / "request.json")
         asked.append((peer, request.method))
         if len(asked) == 1:
@@ -242,6 +280,10 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert peers.main(command) == 0
     scheme = ("auto_round", "auto_scheme")
     assert asked == [scheme, scheme, ("auto_round", "sign_round")]
+    (busy,) = tmp_path.glob("claims/auto_round-sign_round*")
+    with claimed(busy):
+        assert peers.main(command) == 0
+    assert f"{busy.name}: another process runs it" in capsys.readouterr().out
     assert peers.main(command) == 0 and len(asked) == 3
     assert not list(tmp_path.glob("cells/*/failed.json"))
     assert peers.main([*command, "--windows", "1"]) == 1 and len(asked) == 3
@@ -264,6 +306,9 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert "| auto-round AutoScheme | mxfp4/mxfp8_e4m3 | 2 | 5.50000 |" in page
 
     cell = next(tmp_path.glob("cells/*auto_scheme*"))
+    (cell / "record.json").write_text('{"x')
+    assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
+    assert "record.json is damaged or of another version: delete it, and" in capsys.readouterr().err
     (cell / "record.json").unlink()
     (cell / ANSWER).write_text('{"x')
     assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
@@ -324,10 +369,10 @@ def test_finished_weights_are_read(name, tmp_path, monkeypatch):
     """Of formats that are given here: the search before is not what is tested."""
     run_worker = peers.run_worker
 
-    def search_apart(peer, folder):
+    def search_apart(peer, folder, pythons):
         request = Request.load(folder / "request.json")
         if request.given is not None:
-            return run_worker(peer, folder)
+            return run_worker(peer, folder, pythons)
         names = [layer for unit in request.units for layer in unit]
         formats = {
             n: request.formats["layers.0.self_attn.q" in n or ".0.self_attn.k" in n] for n in names

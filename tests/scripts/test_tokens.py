@@ -45,21 +45,31 @@ def test_the_page_says_where_adaptive_is_worse_than_an_opponent():
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "rows", "batches", "scored"),
-    [(512, 1, 1, 1), (8192, 1, 16, 16), (131072, 2, 128, 32), (524288, 8, 128, 8)],
+    ("n_tokens", "most", "rows", "batches", "scored"),
+    [
+        (512, 128, 1, 1, 1),
+        (8192, 128, 1, 16, 16),
+        (131072, 128, 2, 128, 32),
+        (524288, 128, 8, 128, 8),
+        (262144, 32, 16, 32, 4),
+    ],
 )
-def test_a_cell_has_as_many_tokens_as_it_says(n_tokens, rows, batches, scored, tmp_path):
-    arguments = tokens.cell(n_tokens, "even", tmp_path, 3, ["run.device=cpu"])
+def test_a_cell_has_as_many_tokens_as_it_says(
+    n_tokens, most, rows, batches, scored, tmp_path, monkeypatch
+):
+    command = f"tokens --out x --searches fisher kl --most-batches {most} -- run.device=cpu"
+    monkeypatch.setattr(sys, "argv", command.split())
+    arguments = tokens.cell(n_tokens, "even", tmp_path, tokens.parse())
     said = dict(argument.split("=", 1) for argument in arguments)
     assert said["calibration.batch_size"] == str(rows)
     assert said["calibration.batches"] == str(batches)
-    assert said["search.score_batches"] == str(scored)
+    assert said["search.score_batches"] == str(scored) and said["searches"] == "[fisher,kl]"
     assert rows * batches * tokens.WINDOW == n_tokens
     assert scored * rows * tokens.WINDOW == min(n_tokens, tokens.SCANNED)
     assert said["search.scale_rules.input"] == "even" and arguments[-1] == "run.device=cpu"
 
 
-def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypatch):
+def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypatch, capsys):
     out, records, ran = tmp_path / "out", tmp_path / "records", []
     records.mkdir()
 
@@ -76,6 +86,14 @@ def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypa
     assert tokens.main() == 3 and len(ran) == 2 and ran[0][-1] == "steps=1"
     (copied,) = records.iterdir()  # of the one that did not fail
     assert copied.name == "tokens_floor_512.json" and copied.read_text() == "tokens_floor_512"
-    monkeypatch.setattr(sys, "argv", [*asked.split()[:5], "--tokens", "700"])
-    with pytest.raises(SystemExit):
-        tokens.main()
+    monkeypatch.setattr(sys, "argv", asked.split())
+    with (
+        tokens.claimed(out / "tokens_floor_512.lock"),
+        tokens.claimed(out / "tokens_floor_2048.lock"),
+    ):
+        assert tokens.main() == 0 and len(ran) == 2
+    assert capsys.readouterr().out.count("another process runs it") == 2
+    for wrong in (["--tokens", "700"], ["--tokens", "2048", "--most-batches", "0"]):
+        monkeypatch.setattr(sys, "argv", [*asked.split()[:5], *wrong])
+        with pytest.raises(SystemExit):
+            tokens.main()

@@ -98,10 +98,7 @@ def auto_scheme(cell: Cell) -> None:
     peak = cell.peak()
     config = {k: dict(v) for k, v in tool.layer_config.items()}
     elements = {name: model.get_submodule(name).weight.numel() for name in cell.layers}
-    own = None
-    if asked.own_windows:
-        quantized, _ = tool.quantize()
-        own = cell.own_nll(quantized)
+    own = cell.own_nll(lambda: tool.quantize()[0])
     cell.notes.append(
         "data loader of the given tokens in place of its own data set; amp off; no torch.compile"
     )

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,21 @@ class Cell:
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
-    def own_nll(self, model: nn.Module) -> list[float] | None:
-        """nats/token of each asked window; None: not asked for."""
+    def own_nll(self, made: nn.Module | Callable[[], nn.Module]) -> list[float] | None:
+        """nats/token of each asked window in the tool's own model. None: not asked for, or it failed, as a note says:
+        an answer is not lost for its check."""
         if not len(self._evaluation):
             return None
-        with torch.no_grad():
-            return [self._window_nll(model, row) for row in self._evaluation]
+        try:
+            model = made if isinstance(made, nn.Module) else made()
+            device = torch.device(self.request.device)
+            if any(p.device.type != device.type for p in model.parameters()):
+                model.to(device)  # a tool may leave it on the CPU
+            with torch.no_grad():
+                return [self._window_nll(model, row) for row in self._evaluation]
+        except Exception as error:
+            self.notes.append(f"its own measurement failed ({type(error).__name__}: {error})"[:300])
+            return None
 
     def _window_nll(self, model: nn.Module, row: Tensor) -> float:
         ids = row.to(self.request.device)
@@ -117,11 +126,19 @@ class Cell:
             formats={layer: formats[layer] for layer in self.layers},
             seconds=self._seconds,
             peak_memory_bytes=peak,
-            versions={name: metadata.version(name) for name in names},
+            versions={name: version_of(name) for name in names},
             said_bits=said_bits,
             own_nll=own_nll,
             notes=self.notes,
         ).save(self.folder / ANSWER)
+
+
+def version_of(package: str) -> str:
+    """Of its distribution, or, where there is only a folder of its code, as that says it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return str(import_module(package).__version__)
 
 
 def main(run: Callable[[Cell], None]) -> None:

@@ -1,7 +1,8 @@
 """ModelOpt: AutoQuantize by gradient or KL divergence chooses formats.
 
-Its MX quantizers are a CUDA extension that is compiled on first use. Without a card `fused_amax_convert`, the one
-function of that extension that is called, is ours in plain torch, whose rule `rceil` rounds scales as it does.
+Its MX quantizers are a CUDA extension that is compiled on first use. Without a card, or where it does not compile,
+`fused_amax_convert`, the one function of that extension that is called, is ours, whose rule `rceil` rounds scales as it
+does.
 """
 
 from collections.abc import Mapping
@@ -73,15 +74,19 @@ class StandIn:
 
 
 def _stand_in(cell: Cell) -> None:
+    """Put ours in the place of the extension where there is none."""
     from modelopt.torch.quantization import tensor_quant
 
+    why = "its MX quantizers have no CPU path"
+    if cell.request.device.startswith("cuda"):
+        if tensor_quant.get_cuda_ext_mx() is not None:
+            return
+        why = "its CUDA extension did not compile"
     for name in {*tensor_quant.mx_format_map.values()}:
         setattr(StandIn.Types, name, name)
     extension = StandIn()
     tensor_quant.get_cuda_ext_mx = lambda *_, **__: extension
-    cell.notes.append(
-        "its MX quantizers have no CPU path: its CUDA function was ours in plain torch (rule rceil)"
-    )
+    cell.notes.append(f"{why}: its CUDA function was ours (rule rceil)")
 
 
 def _loss(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -96,8 +101,7 @@ def search(cell: Cell) -> None:
     from modelopt.torch.quantization.algorithms import AutoQuantizeKLDivSearcher as Divergence
 
     asked = cell.request
-    if not asked.device.startswith("cuda"):
-        _stand_in(cell)
+    _stand_in(cell)
     unit_of = {layer: unit[0] for unit in asked.units for layer in unit}
     for searcher in (Gradient, Divergence):
         searcher.quant_grouping_rules = [lambda _, name: unit_of.get(name)]

@@ -1,10 +1,19 @@
-"""Our own searches, in a process of their own like every peer's: time and memory are then measured alike."""
+"""Our own searches and stages of weights, in a process of their own like every peer's: time and memory are then measured
+alike."""
 
+import math
 from typing import Any
 
+import torch
+
+from dmx.applying.stored import stored_weights
+from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget
-from dmx.searching import SearchConfig, search
+from dmx.searching import SearchConfig, search, search_space
 from dmx.searching.config import DescentConfig
+from dmx.weights.gptq import gptq
+from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learned import learn_weights
 
 from .common import Cell, main
 
@@ -15,37 +24,71 @@ EXACT: dict[str, Any] = {
     "momentum": 0.9,
     "lr_schedule": "cosine",
 }
-"""Of configs/search/exact.yaml (a test compares)."""
-STEPS = {"dmx_40": 40, "dmx_80": 80}
+"""Of configs/search/exact.yaml (a test compares), which adaptive.yaml takes, too."""
+STEPS = {"dmx_40": 40, "dmx_80": 80, "exact": 400}
+ROWS = 8
+"""Of a step of learning, at most; all batches have as many."""
 
 
 def config_of(cell: Cell) -> SearchConfig:
-    """The search that the method names: kl_per_bit, fisher, or the exact descent with so many steps."""
+    """The search that the method names; of a stage of weights the one whose space is that of the request."""
     asked = cell.request
     units = "fused" if any(len(unit) > 1 for unit in asked.units) else "layer"
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
+    exact: dict[str, Any] = {"objective": "kl", "descent": DescentConfig(**EXACT)}
     if asked.method in STEPS:
-        descent = DescentConfig(**EXACT)
-        steps = STEPS[asked.method]
-        return SearchConfig(
-            name="differentiable", steps=steps, objective="kl", descent=descent, **shared
-        )
-    return SearchConfig(name=asked.method, **shared)
+        return SearchConfig(name="differentiable", steps=STEPS[asked.method], **exact, **shared)
+    if asked.method == "adaptive":
+        return SearchConfig(name="adaptive", **exact, **shared)
+    return SearchConfig(name="kl_per_bit" if asked.given else asked.method, **shared)
 
 
 def run(cell: Cell) -> None:
-    """Answers with formats."""
+    """Answers with formats, or with weights of the given ones."""
     model = cell.model()
+    if cell.request.given is not None:
+        return weights(cell, model)
     config, budget = config_of(cell), Budget(cell.request.limit)
     batches = [row[None].cpu() for row in cell.tokens]
     result = cell.timed(lambda: search(model, batches, budget, config))
     assignment = result.assignment
+    if assignment.search is not None and assignment.search.kept is not None:
+        cell.notes.append(f"{len(result.history)} steps; kept: {assignment.search.kept}")
     cell.answer(
         dict(assignment.formats),
         ("dmx",),
         peak=cell.peak(),
         said_bits=assignment.bits["element_bits"],
     )
+    return None
+
+
+def weights(cell: Cell, model: Any) -> None:
+    """Answers with weights that learned, or that GPTQ rounded, on the same tokens, inputs quantized meanwhile."""
+    asked = cell.request
+    assert asked.given is not None
+    space = search_space(model, config_of(cell))
+    formats = make_assignment(space, space.choice_of(asked.given), model)
+    if asked.method == "gptq":
+        batches = [row[None].cpu() for row in cell.tokens]
+        done = cell.timed(lambda: gptq(model, formats, batches))
+    else:
+        rows = math.gcd(len(cell.tokens), ROWS)
+        batches = list(cell.tokens.cpu().split(rows))
+        steps = int(asked.options.get("learn_steps", LearnConfig.steps))
+        config = LearnConfig(steps=steps, seed=asked.seed)
+        done = cell.timed(lambda: learn_weights(model, formats, batches, config))
+        cell.notes.append(f"{steps} steps of {rows} rows, over the given tokens again and again")
+    peak = cell.peak()
+    cell.save_weights(
+        {
+            name: weight.values(torch.float32)[
+                :, : formats.shapes[name][1]
+            ]  # without what fills blocks
+            for name, weight in stored_weights(done).items()
+        }
+    )
+    cell.answer(asked.given, ("dmx",), peak=peak)
 
 
 if __name__ == "__main__":
