@@ -88,17 +88,20 @@ def _trained_once(config: ModelConfig, folder: Path) -> LoadedModel:
         return torch.load(path, weights_only=False)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of this run of pytest; all its workers see it."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture
-def make_tiny(
-    _tiny_models: dict[str, LoadedModel], tmp_path_factory: pytest.TempPathFactory
-) -> MakeTiny:
+def make_tiny(_tiny_models: dict[str, LoadedModel], shared_folder: Path) -> MakeTiny:
     """make_tiny("qwen3", train_steps=100, hidden_size=32): a model of the test's own, on CPU.
 
     Made once a session for equal arguments, and trained once for all workers; each call returns a
     fresh copy.
     """
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
     def make(architecture: str = "llama", dtype: str = "float32", **tiny: int) -> LoadedModel:
         key = f"{architecture} {dtype} {sorted(tiny.items())}"
@@ -106,7 +109,9 @@ def make_tiny(
             config = TinyConfig(architecture=architecture, **tiny)
             model = ModelConfig(id=f"tiny_{architecture}", dtype=dtype, tiny=config)
             trained = tiny.get("train_steps", 0) > 0
-            _tiny_models[key] = _trained_once(model, shared) if trained else load_model(model)
+            _tiny_models[key] = (
+                _trained_once(model, shared_folder) if trained else load_model(model)
+            )
         kept = _tiny_models[key]
         return LoadedModel(copy.deepcopy(kept.model), kept.tokenizer, dict(kept.provenance))
 

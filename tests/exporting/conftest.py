@@ -1,13 +1,18 @@
 """Mixed assignments, and the loaders of other projects in this process where that is enough."""
 
-import ast
+import hashlib
 import importlib.util
 import subprocess
 import sys
+import tempfile
+import time
+from multiprocessing.connection import Client
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from filelock import FileLock
 
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
@@ -48,18 +53,25 @@ def needs(package):
 
 
 _WORKER = """
-import pathlib, runpy, sys, traceback
+import os, pathlib, runpy, sys, threading, traceback
+from multiprocessing.connection import Listener
 # amd-quark parses every model of transformers for mixtures of experts, 20 s; none is loaded here.
 rglob = pathlib.Path.rglob
 pathlib.Path.rglob = lambda self, pattern: [] if pattern == "modeling_*.py" else rglob(self, pattern)
-load = runpy.run_path(sys.argv[1])["main"]
-for line in sys.stdin:
-    try:
-        load(line.strip())
-        said = ""
-    except Exception:
-        said = traceback.format_exc()
-    print("done", repr(said), flush=True)
+def end_with_the_tests():
+    sys.stdin.read()
+    os._exit(0)
+threading.Thread(target=end_with_the_tests, daemon=True).start()
+with Listener(sys.argv[2], "AF_UNIX") as listener:
+    load = runpy.run_path(sys.argv[1])["main"]
+    while True:
+        with listener.accept() as tests:
+            try:
+                load(tests.recv())
+                said = ""
+            except Exception:
+                said = traceback.format_exc()
+            tests.send(said)
 """
 
 
@@ -73,33 +85,64 @@ def batches(generator):
     return [torch.randint(0, 256, (2, 16), generator=generator) for _ in range(2)]
 
 
+class _Loader:
+    """A fresh process that knows nothing of dmx, and loads one folder after another, for all workers of pytest: what
+    a loader's package takes to import (amd-quark ten seconds) is paid once.
+
+    Args:
+        shared: folder that all workers see.
+    """
+
+    def __init__(self, shared: Path) -> None:
+        self.lock = FileLock(shared / "loader.lock")
+        # In the folder of temporary files itself: the path of a socket is short.
+        name = hashlib.sha256(str(shared).encode()).hexdigest()[:12]
+        self.place = Path(tempfile.gettempdir()) / f"dmx-loader-{name}"
+        self.own: subprocess.Popen | None = None
+
+    def load(self, job: str) -> str:
+        """What is wrong with the folder of a job."""
+        with self.lock:
+            try:
+                return self._asked(job)
+            except (OSError, EOFError):  # no worker has started it, or the one that did has ended
+                self._start()
+            return self._asked(job)
+
+    def _asked(self, job: str) -> str:
+        with Client(str(self.place), "AF_UNIX") as loader:
+            loader.send(job)
+            return loader.recv()
+
+    def _start(self) -> None:
+        self.place.unlink(missing_ok=True)
+        self.own = subprocess.Popen(
+            [sys.executable, "-P", "-c", _WORKER, _fresh_load.__file__, str(self.place)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=verify.environment(),
+        )
+        while not self.place.exists():
+            assert self.own.poll() is None, "the loader's process died"
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        if self.own is not None:
+            self.own.kill()
+            self.own.communicate()
+            self.place.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
-def _loader():
-    """A fresh process that knows nothing of dmx, and loads one folder after another: what a
-    loader's package takes to import (amd-quark ten seconds) is paid once."""
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _WORKER, _fresh_load.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd="/",
-        env=verify.environment(),
-    )
-    yield process
-    process.kill()
-    process.communicate()
+def _loader(shared_folder):
+    loader = _Loader(shared_folder)
+    yield loader
+    loader.end()
 
 
 @pytest.fixture
 def loaded_apart(monkeypatch, _loader):
     """Exports of this test are verified in `_loader`'s process instead of one each."""
-
-    def run(command, folder):
-        print(command[-1], file=_loader.stdin, flush=True)
-        for line in _loader.stdout:
-            if line.startswith("done "):
-                return ast.literal_eval(line.removeprefix("done ")) or None
-        raise AssertionError("the loader's process died")
-
-    monkeypatch.setattr(verify, "_run", run)
+    monkeypatch.setattr(verify, "_run", lambda command, folder: _loader.load(command[-1]) or None)
