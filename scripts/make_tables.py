@@ -161,7 +161,7 @@ def outputs() -> Made:
         with told_of(f"{RECORDS}, records of scripts.benchmarks.growth"):
             text, figures = scaling_page(growth)
         made[RESULTS / "scaling.md"] = text
-        made |= {RESULTS / name: png(figure) for name, figure in figures.items()}
+        made |= {RESULTS / name: figure for name, figure in figures.items()}
     if peers := [r for r in records.values() if r.command == PEERS]:
         with told_of(f"{RECORDS}, records of scripts.peers"):
             made[RESULTS / "peers.md"] = peers_page(peers)

@@ -1,6 +1,7 @@
 """The model of a step's seconds and memory: costs that are known are found, and records that say less are refused."""
 
 import copy
+import json
 
 import pytest
 
@@ -16,6 +17,7 @@ from experiments.reporting.scaling import (
     fit_several,
     own_step,
 )
+from scripts import make_tables
 from scripts.benchmarks.growth import ALONE, ASKED, SHAPES, TOGETHER
 
 LAUNCH, RATE, BLOCKS, MEETING = 2e-3, 2e11, 3.0, 1e-3
@@ -112,18 +114,31 @@ def test_known_costs_are_found_and_carry_to_shapes_that_nobody_measured():
     assert own_step(together.rows[0], 2).tokens == together.rows[0].rows * 512
 
 
-def test_the_page_says_how_far_off_the_unseen_size_is_and_what_does_not_fit():
+def test_the_page_says_how_far_off_the_unseen_size_is_and_what_does_not_fit(monkeypatch, tmp_path):
     one, two = body(1), body(2)
     for row in one["rows"]:
         if row["model"] == "Llama-3.1-8B":  # a card that is slower there than its terms say
             row["search_seconds"] *= 1.25
     one["rows"].append(one["rows"][0] | {"graph": False, "search_seconds": 0.5})
     one["rows"].append(one["rows"][0] | {"search_seconds": None, "search_mib": None, "graph": None})
-    text, figures = scaling_page({"growth_1": one, "growth_2": two})
+    monkeypatch.setattr(make_tables, "RECORDS", tmp_path)
+    monkeypatch.setattr(make_tables, "RESULTS", tmp_path)
+    for name, record in {"growth_1": one, "growth_2": two}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(record))
+    files = {
+        path.name: data
+        for path, data in make_tables.differing(make_tables.outputs(), check=False).items()
+    }
+    assert set(files) == {"README.md", "scaling.md", "scaling.png"}
+    assert (
+        files["scaling.png"].startswith(b"\x89PNG")
+        and b"[scaling](scaling.md)" in files["README.md"]
+    )
+    text = files["scaling.md"].decode()
     assert (
         "it predicts those of Llama-3.1-8B within 20% of the seconds and 0% of the memory" in text
     )
-    assert list(figures) == ["scaling.png"] and "](scaling.png)" in text
+    assert "](scaling.png)" in text
     assert "| Llama-3.1-8B | 4 | -20% | 20% | +0% | 0% |" in text
     assert text.count("out of memory") == 1 and "| no | – | 500.0 | – |" in text
     lines = {tuple(line.split(" | ")[:3]): line for line in text.splitlines()}
