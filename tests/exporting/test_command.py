@@ -296,7 +296,8 @@ def test_inputs_of_another_tools_nvfp4_config_are_calibrated(measure, tmp_path):
     config.write_text(
         json.dumps({"quantized_layers": {f"{L0}.mlp.up_proj": {"quant_algo": "NVFP4"}}})
     )
-    (row,) = measure(config, quantized="W+A")
+    few = {"calibration.batches": 2, "calibration.window": 64}
+    (row,) = measure(config, quantized="W+A", **few)
     made = dmx.Assignment.load(tmp_path / "run" / row.assignment)
     assert made.formats == {f"{L0}.mlp.up_proj": "nvfp4"}
     assert made.input_amax[f"{L0}.mlp.up_proj"] > 0
