@@ -493,7 +493,8 @@ def test_one_table_has_the_model_by_runtime():
     runs = {
         "engines_a": run
         | {"runtime": "vLLM", "rows": [good, bad | {"failed": "At x\nE: 1\n  no kernel"}]},
-        "engines_b": run | {"runtime": "transformers", "rows": [good]},
+        "engines_b": run | {"runtime": "transformers", "note": "a model; no more", "rows": [good]},
+        "engines_b_of_another": run | {"note": "another", "runtime": "vLLM", "rows": [good]},
         "engines_c": run | {"runtime": "vLLM", "tokens": 64, "rows": [served(**stated)]},
         "engines_d": run | {"runtime": "vLLM", "text": None, "rows": [served()]},
     }
@@ -502,8 +503,8 @@ def test_one_table_has_the_model_by_runtime():
     assert "2 windows of 256 tokens of a.txt" in table and rest
     assert table.startswith(
         "\n\nIn 2 folders 8 of 8 layers give dmx's output on the same input, 6 of them to the bit, and perplexities in "
-        "the runtime and in dmx differ by at most 1.1 % where inputs are quantized (a rounding that turns goes on "
-        "through the layers). Folders that do not load here, below the table: 1.\n"
+        "the runtime and in dmx differ by at most 1.1 % in transformers, 1.1 % in vLLM where inputs are quantized (a "
+        "rounding that turns goes on through the layers). Folders that do not load here, below the table: 1.\n"
     )
     cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 4 of 4, 3 |"
     assert [line for line in table.splitlines() if "9.0000" in line] == [
@@ -523,10 +524,13 @@ def test_the_table_says_apart_how_far_perplexities_are_with_inputs_left_alone():
     (group,) = served()["groups"]
     alone = served(**stated, groups=[group | {"inputs": "left alone"}], perplexity_dmx=9.0009)
     page = engines.engines_page({"engines_a": run | {"runtime": "vLLM", "rows": [alone]}})
-    assert "differ by at most 0.01 % where inputs are left alone.\n" in page
+    assert "differ by at most 0.01 % in vLLM where inputs are left alone.\n" in page
     both = [alone, served(**stated)]
     page = engines.engines_page({"engines_a": run | {"runtime": "vLLM", "rows": both}})
-    assert "at most 0.01 % where inputs are left alone and 1.1 % where inputs are quantized" in page
+    assert (
+        "0.01 % in vLLM where inputs are left alone; by 1.1 % in vLLM where inputs are quantized"
+        in page
+    )
 
 
 # ---------------------------------------------------------------- in the engine

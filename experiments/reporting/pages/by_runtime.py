@@ -3,6 +3,7 @@ and perplexities by its products and by dmx's emulation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -51,9 +52,9 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     return [
         "## One model by runtime",
         "",
-        _finding([row for _, row in loaded], len(failed)),
+        _finding(loaded, len(failed)),
         "",
-        f"{first['note'].partition(';')[0]}, {windows} of {first['text']}: few, to see that runtimes and dmx agree, not how good a format is; "
+        f"{_model_named(first)}, {windows} of {first['text']}: few, to see that runtimes and dmx agree, not how good a format is; "
         "formats take turns. "
         f"Here is a CPU in {loaded[0][1]['dtype']} with products that stand in for those of cards (below); what cards do was read "
         f"in the source of {SOURCE}. dmx treats inputs as the runtime does here. Layers alike: those whose output is within sums in another order of dmx's on "
@@ -66,33 +67,47 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     ]  # fmt: skip
 
 
-def _finding(rows: Sequence[Run], failed: int) -> str:
-    """How far runtimes and dmx agree, of the folders that load."""
-    within, layers, equal = _alike(group for row in rows for group in row["groups"])
-    alone = [row for row in rows if all(g["inputs"] == LEFT_ALONE for g in row["groups"])]
-    others = [row for row in rows if row not in alone]
-    apart = [f"{_apart(alone)} where inputs are left alone"] if alone else []
-    if others:
-        apart.append(
-            f"{_apart(others)} where inputs are quantized (a rounding that turns goes on through the layers)"
+def _finding(loaded: Sequence[tuple[Run, Run]], failed: int) -> str:
+    """How far runtimes and dmx agree, of records and their rows that load."""
+    within, layers, equal = _alike(group for _, row in loaded for group in row["groups"])
+    alone: dict[str, float] = {}
+    quantized: dict[str, float] = {}
+    for run, row in loaded:
+        kind = alone if all(g["inputs"] == LEFT_ALONE for g in row["groups"]) else quantized
+        apart = 100 * abs(row["perplexity"] / row["perplexity_dmx"] - 1)
+        kind[run["runtime"]] = max(apart, kind.get(run["runtime"], 0.0))
+    said = [f"{_at_most(alone)} where inputs are left alone"] if alone else []
+    if quantized:
+        said.append(
+            f"{_at_most(quantized)} where inputs are quantized (a rounding that turns goes on through the layers)"
         )
     return (
-        f"In {len(rows)} folders {within} of {layers} layers give dmx's output on the same input, {equal} of them to "
-        f"the bit, and perplexities in the runtime and in dmx differ by at most {' and '.join(apart)}."
+        f"In {len(loaded)} folders {within} of {layers} layers give dmx's output on the same input, {equal} of them to "
+        f"the bit, and perplexities in the runtime and in dmx differ by at most {'; by '.join(said)}."
         + (f" Folders that do not load here, below the table: {failed}." if failed else "")
     )
 
 
-def _apart(rows: Sequence[Run]) -> str:
-    """The largest relative difference of perplexities."""
-    return f"{100 * max(abs(row['perplexity'] / row['perplexity_dmx'] - 1) for row in rows):.2g} %"
+def _at_most(percents: Mapping[str, float]) -> str:
+    """Of runtimes, two digits, rounded up."""
+    said = []
+    for runtime, value in sorted(percents.items()):
+        step = 10.0 ** (math.floor(math.log10(value)) - 1) if value else 1.0
+        said.append(f"{math.ceil(value / step) * step:.2g} % in {runtime}")
+    return ", ".join(said)
 
 
 def of_one_model(runs: Iterable[Run]) -> list[Run]:
     """The records of real text that share model and tokens with the first of them."""
     real = [run for run in runs if run["text"] is not None]
-    alike = ("note", "text", "tokens", "window")
-    return [run for run in real if all(run[key] == real[0][key] for key in alike)]
+    tokens = ("text", "tokens", "window")
+    alike = [(_model_named(run), *(run[key] for key in tokens)) for run in real]
+    return [run for run, key in zip(real, alike, strict=True) if key == alike[0]]
+
+
+def _model_named(run: Run) -> str:
+    """What a note says up to its first semicolon."""
+    return str(run["note"]).partition(";")[0]
 
 
 def _cells(run: Run, row: Run) -> list[Any]:
