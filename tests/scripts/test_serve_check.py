@@ -454,13 +454,16 @@ def test_records_are_in_the_words_that_the_page_reads():
 def test_the_page_says_what_ran_and_whose_the_products_are():
     run = {
         "note": "a model",
+        "device": "cpu",
         "processor": "x86_64",
         "tokens": 512,
         "text": None,
         "rows": [served(), {"folder": "other", "failed": "ValueError: no kernel"}],
     }
     page = engines.engines_page({"engines_cpu": run})
-    assert "Of 2 folders, 1 of which do not load here: 4 of 4 linear layers give" in page
+    assert (
+        "On the CPU, of 2 folders, 1 of which do not load here: 4 of 4 linear layers give" in page
+    )
     assert (
         "| ct4_wa | mxfp4 | 4 | S | scripts.serve_check.Mxfp4 | mxfp4 even | mxfp4 floor | 3 | 2e-07 | 0.11 |"
         in page
@@ -480,14 +483,19 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         weight_bytes=2_000_000,
         peak_bytes={"process": 1, "card": 3_000_000},
     )
-    page = engines.engines_page({"engines_h200": run | {"rows": [row]}})
+    card = run | {"device": "cuda", "rows": [row]}
+    page = engines.engines_page({"engines_h200": card})
     assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
+    page = engines.engines_page({"engines_cpu": run, "engines_h200": card})
+    assert page.startswith("# engines\n\nOn cards, of 1 folders: 4 of 4 linear layers give dmx's ")
+    assert "3 of them bit for bit. On the CPU, of 2 folders" in page
 
 
 def test_one_table_has_the_model_by_runtime():
     stated = {"target": "compressed_tensors", "profile": "vllm", "formats": ["mxfp4", "fp8"]}
     stated |= {"transform": "hadamard_block"}
-    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "window": 256, "text": "a.txt"}
+    run = {"note": "a model", "device": "cpu", "processor": "x86_64"}
+    run |= {"tokens": 512, "window": 256, "text": "a.txt"}
     good = served(**stated, folder="ct4_wa")
     bad = stated | {"profile": "transformers", "formats": ["mxfp6_e2m3"], "folder": "other"}
     runs = {
@@ -496,30 +504,43 @@ def test_one_table_has_the_model_by_runtime():
         "engines_b": run | {"runtime": "transformers", "note": "a model; no more", "rows": [good]},
         "engines_b_of_another": run | {"note": "another", "runtime": "vLLM", "rows": [good]},
         "engines_c": run | {"runtime": "vLLM", "tokens": 64, "rows": [served(**stated)]},
+        "engines_card": run
+        | {"device": "cuda", "runtime": "vLLM", "tokens": 2048, "window": 1024}
+        | {"rows": [good | {"device": "NVIDIA H200", "versions": {"vllm": "0.26.0"}}]},
         "engines_d": run | {"runtime": "vLLM", "text": None, "rows": [served()]},
     }
     page = engines.engines_page(runs)
     table, _, rest = page.partition("## One model by runtime")[2].partition("\n## ")
-    assert "2 windows of 256 tokens of a.txt" in table and rest
+    assert (
+        "On a CPU: float32, 2 windows of 256 tokens of a.txt, vllm 0.32.0; prod" in table and rest
+    )
+    assert "On an NVIDIA H200: float32, 2 windows of 1024 tokens of a.txt, vllm 0.26.0. " in table
     assert table.startswith(
-        "\n\nIn 2 folders 8 of 8 layers give dmx's output on the same input, 6 of them to the bit, and perplexities in "
+        "\n\nOn an NVIDIA H200, in 1 folders, 4 of 4 layers give dmx's output on the same input, 3 of them to the bit, and "
+        "perplexities in the runtime and in dmx differ by at most 1.1 % in vLLM where inputs are quantized (a rounding that "
+        "turns goes on through the layers). On a CPU, in 2 folders, 8 of 8 layers give dmx's output on the same input, 6 of "
+        "them to the bit, and perplexities in "
         "the runtime and in dmx differ by at most 1.1 % in transformers, 1.1 % in vLLM where inputs are quantized (a "
         "rounding that turns goes on through the layers). Folders that do not load here, below the table: 1.\n"
     )
     cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 4 of 4, 3 |"
     assert [line for line in table.splitlines() if "9.0000" in line] == [
         cells.format("transformers", "emulated", "emulated"),
-        cells.format(
-            "vLLM",
-            "mxfp4: weights alone; fp8: native with inputs=true, else weights alone",
-            "mxfp4: native, inputs quantized always; fp8: native with inputs=true, else weights alone",
+        *(
+            cells.format(
+                engine,
+                "mxfp4: weights alone; fp8: native with inputs=true, else weights alone",
+                "mxfp4: native, inputs quantized always; fp8: native with inputs=true, else weights alone",
+            )
+            for engine in ("vLLM", "vLLM, NVIDIA H200")
         ),
     ]
     assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: 1 no kernel`" in table
 
 
 def test_the_table_says_apart_how_far_perplexities_are_with_inputs_left_alone():
-    run = {"note": "a model", "processor": "x86_64", "tokens": 512, "window": 256, "text": "a.txt"}
+    run = {"note": "a model", "device": "cpu", "processor": "x86_64"}
+    run |= {"tokens": 512, "window": 256, "text": "a.txt"}
     stated = {"target": "bf16", "profile": None, "formats": [], "transform": "none"}
     (group,) = served()["groups"]
     alone = served(**stated, groups=[group | {"inputs": "left alone"}], perplexity_dmx=9.0009)

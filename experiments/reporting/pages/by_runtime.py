@@ -25,6 +25,8 @@ HEAD = (
     "in dmx",
     "layers alike, to the bit",
 )
+CPU = "cpu"
+"""What records say of a device that is no card."""
 LEFT_ALONE = "left alone"
 """What records say of inputs that are not quantized."""
 _ROTATIONS = {
@@ -38,28 +40,28 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     """Lines of the section; none where no record is of real text.
 
     Args:
-        runs: records of one model on the same tokens.
+        runs: records of one model, on each device on the same tokens.
     """
     if not runs:
         return []
-    first = runs[0]
     rows = [(run, row) for run in runs for row in run["rows"]]
-    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], pair[0]["runtime"]))
+    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], *_engine(*pair)))
     loaded = [(run, row) for run, row in rows if "failed" not in row]
     failed = [(run, row) for run, row in rows if "failed" in row]
-    versions = {k: v for _, row in loaded for k, v in row["versions"].items()}
-    windows = f"{first['tokens'] // first['window']} windows of {first['window']} tokens"
+    places = sorted({row["device"] for _, row in loaded}, key=lambda place: (place == CPU, place))
+    of_places = {place: [pair for pair in loaded if pair[1]["device"] == place] for place in places}
+    broken = f" Folders that do not load here, below the table: {len(failed)}." if failed else ""
     return [
         "## One model by runtime",
         "",
-        _finding(loaded, len(failed)),
+        " ".join(_finding(place, pairs) for place, pairs in of_places.items()) + broken,
         "",
-        f"{_model_named(first)}, {windows} of {first['text']}: few, to see that runtimes and dmx agree, not how good a format is; "
-        "formats take turns. "
-        f"Here is a CPU in {loaded[0][1]['dtype']} with products that stand in for those of cards (below); what cards do was read "
-        f"in the source of {SOURCE}. dmx treats inputs as the runtime does here. Layers alike: those whose output is within sums in another order of dmx's on "
-        "the same input (transformers decompresses to bfloat16, which rounds FP8's and NVFP4's products with a scale), and those "
-        f"equal to the bit. {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}.",
+        f"{_model_named(runs[0])}, to see that runtimes and dmx agree, not how good a format is; formats take turns. "
+        f"{' '.join(_measured(place, pairs) for place, pairs in of_places.items())} What the columns say of Hopper and Blackwell "
+        f"was read in the source of {SOURCE}. dmx treats inputs as the runtime does here. Layers alike: those whose output is "
+        "within the tolerance (below) of dmx's on the same input, which is that of sums in another order and of rounding to the "
+        "dtype (transformers decompresses to bfloat16, which rounds FP8's and NVFP4's products with a scale), and those "
+        "equal to the bit.",
         "",
         *markdown(HEAD, (_cells(run, row) for run, row in loaded)),
         "",
@@ -67,8 +69,29 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     ]  # fmt: skip
 
 
-def _finding(loaded: Sequence[tuple[Run, Run]], failed: int) -> str:
-    """How far runtimes and dmx agree, of records and their rows that load."""
+def _measured(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
+    """Where, on which tokens and with which versions, of records of a device and their rows that load."""
+    run, row = loaded[0]
+    versions = {k: v for _, row in loaded for k, v in row["versions"].items()}
+    stand_ins = "; products stand in for those of cards (below)" if place == CPU else ""
+    return (
+        f"{_on_place(place)}: {row['dtype']}, {run['tokens'] // run['window']} windows of {run['window']} tokens of "
+        f"{run['text']}, {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}{stand_ins}."
+    )
+
+
+def _on_place(place: str) -> str:
+    return "On a CPU" if place == CPU else f"On an {place}"
+
+
+def _engine(run: Run, row: Run) -> tuple[str, str]:
+    """Runtime, and the card it ran on or nothing."""
+    device = row.get("device", CPU)
+    return run["runtime"], "" if device == CPU else device
+
+
+def _finding(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
+    """How far runtimes and dmx agree, of records of a device and their rows that load."""
     within, layers, equal = _alike(group for _, row in loaded for group in row["groups"])
     alone: dict[str, float] = {}
     quantized: dict[str, float] = {}
@@ -82,9 +105,8 @@ def _finding(loaded: Sequence[tuple[Run, Run]], failed: int) -> str:
             f"{_at_most(quantized)} where inputs are quantized (a rounding that turns goes on through the layers)"
         )
     return (
-        f"In {len(loaded)} folders {within} of {layers} layers give dmx's output on the same input, {equal} of them to "
-        f"the bit, and perplexities in the runtime and in dmx differ by at most {'; by '.join(said)}."
-        + (f" Folders that do not load here, below the table: {failed}." if failed else "")
+        f"{_on_place(place)}, in {len(loaded)} folders, {within} of {layers} layers give dmx's output on the same input, "
+        f"{equal} of them to the bit, and perplexities in the runtime and in dmx differ by at most {'; by '.join(said)}."
     )
 
 
@@ -98,11 +120,16 @@ def _at_most(percents: Mapping[str, float]) -> str:
 
 
 def of_one_model(runs: Iterable[Run]) -> list[Run]:
-    """The records of real text that share model and tokens with the first of them."""
+    """The records of real text that share the model with the first of them, and tokens with the first of their device."""
     real = [run for run in runs if run["text"] is not None]
-    tokens = ("text", "tokens", "window")
-    alike = [(_model_named(run), *(run[key] for key in tokens)) for run in real]
-    return [run for run, key in zip(real, alike, strict=True) if key == alike[0]]
+    alike = [run for run in real if _model_named(run) == _model_named(real[0])]
+    tokens: dict[str, list[Any]] = {}
+    kept = []
+    for run in alike:
+        own = [run[key] for key in ("text", "tokens", "window")]
+        if tokens.setdefault(run["device"], own) == own:
+            kept.append(run)
+    return kept
 
 
 def _model_named(run: Run) -> str:
@@ -116,7 +143,7 @@ def _cells(run: Run, row: Run) -> list[Any]:
         row["folder"],
         _layout(row),
         _formats(row),
-        run["runtime"],
+        ", ".join(filter(None, _engine(run, row))),
         *(_on(row, run["runtime"], card) for card in CARDS),
         _by_format(groups, "inputs"),
         f"{row['perplexity']:.4f}",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..markdown import markdown
-from .by_runtime import LEFT_ALONE, by_runtime, of_one_model
+from .by_runtime import CPU, LEFT_ALONE, by_runtime, of_one_model
 
 SCHEMA = "dmx.serve_check/1"
 Run = Mapping[str, Any]
@@ -58,13 +58,20 @@ def engines_page(runs: Mapping[str, Run]) -> str:
 
 
 def _said(runs: Sequence[Run]) -> str:
-    rows = [row for run in runs for row in run["rows"]]
+    """What holds, on cards and on the CPU apart."""
+    places: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run["device"] == CPU):
+        places.setdefault("the CPU" if run["device"] == CPU else "cards", []).extend(run["rows"])
+    return " ".join(_said_of(place, rows) for place, rows in places.items())
+
+
+def _said_of(place: str, rows: Sequence[Run]) -> str:
     groups = [group for row in rows if "failed" not in row for group in row["groups"]]
     counts = {key: sum(g[key] for g in groups) for key in ("layers", "within", "equal")}
     failed = sum("failed" in row for row in rows)
     broken = f", {failed} of which do not load here" if failed else ""
     return (
-        f"Of {len(rows)} folders{broken}: {counts['within']} of {counts['layers']} linear layers give "
+        f"On {place}, of {len(rows)} folders{broken}: {counts['within']} of {counts['layers']} linear layers give "
         f"dmx's output within the tolerance, {counts['equal']} of them bit for bit."
     )
 
@@ -98,10 +105,10 @@ def _where(run: Run, rows: Sequence[Run]) -> list[str]:
     stand_ins = sorted(k for k in kernels if k.startswith(OURS) or k.startswith("Emulation"))
     lines = [
         f"- {run['note'] or 'no note'}; {versions}; {first.get('dtype')}; {first.get('device')}"
-        + (f" ({run['processor']})" if first.get("device") == "cpu" else "")
+        + (f" ({run['processor']})" if first.get("device") == CPU else "")
         + f"; tolerance of a layer {first.get('tolerance'):g}."
     ]
-    if first.get("device") == "cpu" and stand_ins:
+    if first.get("device") == CPU and stand_ins:
         lines.append(
             "- vLLM's CPU build has no inner products for MX and NVFP4, and none for FP8 weights alone. Loader, names, "
             "fused layers, schemes and the forward pass are vLLM's; the inner products are ours "
@@ -142,7 +149,7 @@ def _speeds(rows: Sequence[Run]) -> list[str]:
         f"Tokens per second: {speed['prompts']} prompts of {speed['prompt']} tokens at once, and {speed['new']} tokens "
         "after each; median of three."
     ]
-    if rows[0]["device"] == "cpu":
+    if rows[0]["device"] == CPU:
         lines[0] += (
             " On the CPU the stand-ins keep decoded weights, so this shows that folders run, and nothing of what "
             "formats gain."
