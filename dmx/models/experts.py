@@ -33,14 +33,11 @@ from dmx.models.swap import set_module
 Form = Literal["stacked", "split"]
 KNOWN_EXPERTS = ("Qwen2MoeExperts", "Qwen3MoeExperts", "MixtralExperts", "OlmoeExperts")
 """Classes of transformers whose forward is that of the modules here; a test compares each."""
-_LAYOUT = {
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_bias": False,
-    "has_gate": True,
-    "has_post_expert_norm": False,
-}
-"""What such a class says of its parameters."""
+_ALWAYS_SAID = {"is_transposed": False, "has_bias": False}
+"""What such a class says of its parameters in every transformers 5."""
+_LATER_SAID = {"is_concatenated": True, "has_gate": True, "has_post_expert_norm": False}
+"""What it says from the version on that knows another way; one that does not say it, as 5.0 all three and 5.17 the last,
+has no other way."""
 _LAST_OF_EXPERT = ("down_proj", ".w2")
 """Ends of names of the layer that gives an expert's output."""
 _ORIGINALS = "_dmx_experts"
@@ -56,9 +53,16 @@ def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {
         plain_name(path): module
         for path, module in model.named_modules()
-        if type(module).__name__ in KNOWN_EXPERTS
-        and all(getattr(module, key, None) == value for key, value in _LAYOUT.items())
+        if type(module).__name__ in KNOWN_EXPERTS and not unlike_known(module)
     }
+
+
+def unlike_known(module: nn.Module) -> list[str]:
+    """What a module says of its parameters that those of KNOWN_EXPERTS do not, each as `has_bias=True, expected False`."""
+    found = {key: getattr(module, key, None) for key in _ALWAYS_SAID}
+    found |= {key: getattr(module, key, value) for key, value in _LATER_SAID.items()}
+    expected = _ALWAYS_SAID | _LATER_SAID
+    return [f"{k}={v!r}, expected {expected[k]}" for k, v in found.items() if v != expected[k]]
 
 
 def has_linear_experts(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import nn
 
 from dmx.errors import ModelError
 from dmx.models.backbone import outermost_lists, text_backbone
-from dmx.models.experts import KNOWN_EXPERTS, experts_modules
+from dmx.models.experts import KNOWN_EXPERTS, experts_modules, unlike_known
 from dmx.models.linears import linear_layers, plain_name
 from dmx.models.sharding import check_pieces, is_piece, is_sharded, reshard
 
@@ -131,12 +131,17 @@ def _check_blocks(model: nn.Module, name: str) -> None:
 
 def _of_experts(block: nn.Module) -> str:
     """What to say of experts that are not known here; nothing where there are none."""
-    kinds = sorted(
-        {type(m).__name__ for m in block.modules() if type(m).__name__.endswith("Experts")}
-    )
+    kinds = sorted({_kind(m) for m in block.modules() if type(m).__name__.endswith("Experts")})
     if not kinds:
         return ""
     return f" Experts are searched of {', '.join(KNOWN_EXPERTS)}; these are {', '.join(kinds)}."
+
+
+def _kind(experts: nn.Module) -> str:
+    """The class; of one whose name is known, also what is not as it is known."""
+    name = type(experts).__name__
+    unlike = unlike_known(experts) if name in KNOWN_EXPERTS else []
+    return f"{name} of another layout ({'; '.join(unlike)})" if unlike else name
 
 
 def _router_ids(block: nn.Module) -> set[int]:

@@ -39,6 +39,37 @@ def test_both_forms_compute_what_the_experts_compute_bit_for_bit(kind):
     assert list(after) == list(state) and all(torch.equal(after[k], state[k]) for k in state)
 
 
+@pytest.mark.parametrize(
+    "not_yet_said",
+    [["has_post_expert_norm"], ["has_post_expert_norm", "has_gate", "is_concatenated"]],
+    ids=["5.17", "5.0"],
+)
+def test_experts_of_older_versions_are_known_that_say_less_of_themselves(not_yet_said):
+    model = mixture()
+    before = logits(model)
+    for module in experts_modules(model).values():
+        for name in not_yet_said:
+            module.__dict__.pop(name, None)  # the version installed may be that old itself
+    assert list(experts_modules(model)) == BLOCKS
+    with linear_experts(model, "stacked"):
+        check_searchable(model)
+        assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("name, found", [("has_bias", True), ("has_post_expert_norm", True), ("is_transposed", None)])  # fmt: skip
+def test_experts_of_a_known_name_and_another_layout_are_refused_with_what_differs(name, found):
+    model = mixture()
+    experts = model.model.layers[0].mlp.experts
+    if found is None:
+        delattr(experts, name)
+    else:
+        setattr(experts, name, found)
+    assert list(experts_modules(model)) == BLOCKS[1:]
+    message = rf"these are Qwen3MoeExperts of another layout \({name}={found}, expected False\)\."
+    with pytest.raises(ModelError, match=message):
+        check_searchable(model)
+
+
 def test_transformers_own_loop_differs_by_the_order_of_its_sums_alone():
     model = mixture()
     before = logits(model)
