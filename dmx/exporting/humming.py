@@ -6,7 +6,8 @@
 `dynamic` names a format for each layer by a pattern for the start of its name in vLLM, where q/k/v and gate/up are one
 layer of another name: the patterns match both names. Keys are those of humming's schema, not their short forms: the same
 config is read a second time for inputs, where `dtype` and `group_size` would quantize them. There is no format for layers
-that no pattern names: vLLM stops at one. It leaves lm_head in BF16, whatever a file holds of it.
+that no pattern names: vLLM stops at one. It asks so for the embeddings and for attention, too, which are no linear layers, so one
+pattern leaves every module whose last name is none of the quantized layers'. It leaves lm_head in BF16, whatever a file holds of it.
 
 Source: vLLM 0.26 and 0.32, `quantization/humming.py`; humming-kernels 0.1.10 and 0.1.20, `schema/humming.py`,
 `kernel/pack_weight.cuh`.
@@ -67,16 +68,28 @@ def _decode(tensors: Mapping[str, Tensor], block_format: BlockFormat, dtype: tor
     return decode_weight(tensors["weight"], tensors["weight_scale"], block_format, dtype)
 
 
+def _last_names(name: str) -> list[str]:
+    """Of a layer, alone and merged with its neighbours."""
+    last = name.rpartition(".")[2]
+    return [last, *(whole for whole, parts in MERGED_LAYERS.items() if last in parts)]
+
+
 def _pattern(name: str) -> str:
     """Of a layer, alone or merged with its neighbours."""
-    parent, _, last = name.rpartition(".")
-    merged = [whole for whole, parts in MERGED_LAYERS.items() if last in parts]
-    names = "|".join(map(re.escape, [last, *merged]))
+    parent = name.rpartition(".")[0]
+    names = "|".join(map(re.escape, _last_names(name)))
     return f"{re.escape(parent)}\\.(?:{names})$" if parent else f"(?:{names})$"
 
 
+def _others(layers: Layers) -> str:
+    """Of the modules that are called like none of the layers."""
+    names = sorted({last for name in layers for last in _last_names(name)})
+    return f"(?!(?:.*\\.)?(?:{'|'.join(map(re.escape, names))})$)"
+
+
 def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
-    left: dict[str, dict[str, str]] = {f"-:{_pattern(name)}": {} for name in kept}
+    left: dict[str, dict[str, str]] = {f"-:{_others(layers)}": {}}
+    left |= {f"-:{_pattern(name)}": {} for name in kept}
     own = {f"+:{_pattern(n)}": {"b_dtype": DTYPES[layer.weight]} for n, layer in layers.items()}
     return {
         "quant_method": "humming",

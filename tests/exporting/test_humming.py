@@ -48,6 +48,9 @@ def test_all_five_formats_are_read_by_the_formulas_of_its_schema(model, tmp_path
         fitting = {c.get("b_dtype") for k, c in config["dynamic"].items() if re.match(k[2:], whole)}
         expected = own.formats[part]
         assert fitting == {None if expected == "bf16" else DTYPES[get_block_format(expected)]}
+    # vLLM asks for every module that takes a config, and a schema without b_dtype stops it
+    for other in ("model.embed_tokens", "model.layers.1.self_attn.attn", "lm_head", "model.norm"):
+        assert [key[0] for key in config["dynamic"] if re.match(key[2:], other)][:1] == ["-"]
     again = dmx.load_exported(done.folder)
     chosen = {k: f for k, f in again.assignment.formats.items() if f != "bf16"}
     assert chosen == {k: f for k, f in own.formats.items() if f != "bf16"}
