@@ -17,7 +17,8 @@ from torch import Tensor
 
 
 class Operands:
-    """Inputs and outputs of linear layers, of their first call.
+    """Inputs and outputs of linear layers, of their first call. Inputs are kept before the layer has run: a kernel may write
+    over its own, as vLLM's rotation on a card does (`hadacore_transform`).
 
     Args:
         linear_layers: model -> name -> module.
@@ -30,20 +31,30 @@ class Operands:
 
     def watch(self, model: Any) -> None:
         for name, layer in self._linear_layers(model).items():
-            self._handles.append(layer.register_forward_hook(self._keep(name)))
+            self._handles += [
+                layer.register_forward_pre_hook(self._keep_input(name)),
+                layer.register_forward_hook(self._keep_output(name)),
+            ]
 
     def release(self, model: Any) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _keep(self, name: str) -> Any:
-        def hook(module: Any, given: tuple[Any, ...], result: Any) -> None:
-            if f"{name}.x" not in self.kept:
-                y = result[0] if isinstance(result, tuple) else result
-                self.kept[f"{name}.x"] = given[0].detach().cpu().clone()
-                self.kept[f"{name}.y"] = y.detach().cpu().clone()
+    def _keep_input(self, name: str) -> Any:
+        def hook(module: Any, given: tuple[Any, ...]) -> None:
+            self._keep(f"{name}.x", given[0])
 
         return hook
+
+    def _keep_output(self, name: str) -> Any:
+        def hook(module: Any, given: tuple[Any, ...], result: Any) -> None:
+            self._keep(f"{name}.y", result[0] if isinstance(result, tuple) else result)
+
+        return hook
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if name not in self.kept:
+            self.kept[name] = tensor.detach().cpu().clone()
 
 
 Main = Callable[[str], None]

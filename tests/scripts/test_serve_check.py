@@ -19,7 +19,7 @@ from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from experiments.reporting.pages import engines
 from scripts.serve_check import __main__ as serve_check
-from scripts.serve_check import cases, compare, decoding
+from scripts.serve_check import cases, compare, decoding, worker
 from scripts.serve_check.cases import CASES
 from tests.exporting.conftest import mixed
 
@@ -138,6 +138,45 @@ def test_noise_is_what_an_epsilon_makes(folder):
     ours = compare.log_probabilities(model, tokens)
     assert 0 < compare.noise(model, tokens, ours) < 1e-5
     assert torch.equal(compare.log_probabilities(model, tokens), ours)  # and nothing is left of it
+    together = compare.log_probabilities(model, tokens, at_once=2)
+    assert together.shape == (2, 15) and torch.allclose(together, ours, atol=1e-5)
+
+
+class InPlace(torch.nn.Linear):
+    """Rotates what it is given where it lies, as kernels of cards do."""
+
+    def forward(self, x):
+        return super().forward(x.neg_())
+
+
+def test_operands_are_those_before_a_layer_wrote_over_its_input(generator):
+    layer = InPlace(8, 4, bias=False)
+    model = torch.nn.ModuleDict({"a": layer})
+    operands_kept = worker.Operands(lambda model: {"a": model["a"]})
+    operands_kept.watch(model)
+    x = torch.randn(2, 8, generator=generator)
+    given = x.clone()
+    with torch.no_grad():
+        y = layer(given)
+        layer(torch.zeros(2, 8))  # the first call is kept
+    operands_kept.release(model)
+    layer(torch.ones(2, 8))
+    assert torch.equal(operands_kept.kept["a.x"], x) and not torch.equal(given, x)
+    assert torch.equal(operands_kept.kept["a.y"], y)
+
+
+def test_rotated_inputs_may_differ_by_one_rounding_more():
+    asked = {
+        dtype: serve_check.parse(["x", "--python", "x", "--dtype", dtype]) for dtype in TOLERATED
+    }
+    found = {d: [serve_check.tolerance_of(a, r) for r in (False, True)] for d, a in asked.items()}
+    assert found == {d: pytest.approx([base, base + more]) for d, (base, more) in TOLERATED.items()}
+    own = serve_check.parse(["x", "--python", "x", "--tolerance", "0.5"])
+    assert serve_check.tolerance_of(own, rotates=True) == 0.5
+
+
+TOLERATED = {"bfloat16": (6e-3, 2**-8), "float16": (1e-3, 2**-11), "float32": (1e-5, 2**-24)}
+"""dtype -> of a layer, and what a rounding to it adds."""
 
 
 def test_groups_count_layers_and_name_the_worst():
