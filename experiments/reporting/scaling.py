@@ -177,13 +177,28 @@ class OneCard:
         )
 
 
+def seconds_and_mib(rows: Sequence[Measured]) -> tuple[list[float], list[float]]:
+    """Of a step, one each a row.
+
+    Raises:
+        RunError: a row lacks one, or it is not above zero.
+    """
+    seconds = [float(row.search_seconds or 0.0) for row in rows]
+    mib = [float(row.search_mib or 0.0) for row in rows]
+    for row, *values in zip(rows, seconds, mib, strict=True):
+        if min(values) <= 0:
+            raise RunError(
+                f"the row of {row.model}, {row.way}, {row.rows} x {row.length} has search_seconds={row.search_seconds} and "
+                f"search_mib={row.search_mib}, which must be above zero: take the row out of its record, or measure it again "
+                "(python -m scripts.benchmarks.growth)."
+            )
+    return seconds, mib
+
+
 def fit_one_card(rows: Sequence[Measured]) -> OneCard:
     """To the rows that have both times and memory."""
     steps = [own_step(row, 1) for row in rows]
-    seconds = [float(row.search_seconds or 0.0) for row in rows]
-    mib = [float(row.search_mib or 0.0) for row in rows]
-    if any(value <= 0 for value in (*seconds, *mib)):
-        raise RunError("rows of one card: seconds and MiB of a step must be above zero")
+    seconds, mib = seconds_and_mib(rows)
     weights = [row.weights_mib for row in rows]
     beyond = [m - w for m, w in zip(mib, weights, strict=True)]
     return OneCard(
@@ -245,7 +260,7 @@ def fit_several(one: OneCard, rows: Sequence[Measured], cards: int) -> SeveralCa
     """To rows of so many cards.
 
     Raises:
-        RunError: one of both ways is missing.
+        RunError: one of both ways is missing, or a row's seconds or MiB.
     """
     by_way = {way: [r for r in rows if r.way == way] for way in ("whole", "sharded")}
     for way, found in by_way.items():
@@ -255,12 +270,13 @@ def fit_several(one: OneCard, rows: Sequence[Measured], cards: int) -> SeveralCa
                 f"torchrun --nproc_per_node {cards} -m scripts.benchmarks.growth for longer (--seconds)."
             )
     whole, sharded = by_way["whole"], by_way["sharded"]
-    seconds = [float(r.search_seconds or 0.0) for r in whole]
+    seconds, _ = seconds_and_mib(whole)
     own = [one.cost(own_step(r, cards), 0.0)[0] for r in whole]
     meetings = [s - o for s, o in zip(seconds, own, strict=True)]
     meeting = fitted([{"step": 1.0}] * len(whole), meetings, seconds).costs["step"]
     launch, rate = _launch_and_rate(one, sharded, cards)
-    mib, beyond = [float(r.search_mib or 0.0) for r in sharded], []
+    _, mib = seconds_and_mib(sharded)
+    beyond = []
     for row, peak in zip(sharded, mib, strict=True):
         pieces = row.weights_mib + WEIGHT_BYTES * row.outer / MIB
         beyond.append(peak - one.cost(own_step(row, cards), pieces)[1])
@@ -270,7 +286,7 @@ def fit_several(one: OneCard, rows: Sequence[Measured], cards: int) -> SeveralCa
 
 def _launch_and_rate(one: OneCard, rows: Sequence[Measured], cards: int) -> tuple[float, float]:
     """Of sharded weights: the launch of a layer by trying, and the rate that fits best beside it."""
-    seconds = np.array([float(row.search_seconds or 0.0) for row in rows])
+    seconds = np.array(seconds_and_mib(rows)[0])
     layers = np.array([row.layers for row in rows])
     own = np.array([one.cost(own_step(row, cards), 0.0)[0] for row in rows])
     bytes_over = np.array([gathered_bytes(row, cards) for row in rows]) / seconds

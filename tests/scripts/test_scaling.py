@@ -164,4 +164,8 @@ def test_records_that_do_not_carry_a_fit_are_refused():
     refused("a fit of 7 terms to 4 measurements", good | {"rows": good["rows"][:8]})
     refused("0 rows with sharded weights", good, body(2) | {"rows": body(2)["rows"][:2]})
     zero = [good["rows"][0] | {"search_mib": 0.0}, *good["rows"][1:]]
-    refused("must be above zero", good | {"rows": zero})
+    refused("above zero: take the row out", good | {"rows": zero})
+    for way in ("whole", "sharded"):
+        two = body(2)
+        next(row for row in two["rows"] if row["way"] == way)["search_seconds"] = None
+        refused(f"{way}, 2 x 1024 has search_seconds=None", good, two)

@@ -111,7 +111,7 @@ def scaling_page(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str
     lines += ["", f"![the model against what was measured]({PICTURE})"]
     lines += ["", "## Sizes that the fit did not see", "", *_unseen(unseen)]
     lines += ["", "## The model", "", *_terms(one, several, together)]
-    lines += ["", "## Predicted", "", *_predicted(alone, one, several)]
+    lines += ["", "## Predicted", "", *_predicted(alone, one, several, together)]
     sizes = {r.model: r.parameters for r in alone.rows}
     shown = sorted([*points, *on_several], key=lambda p: sizes.get(p.model, 0))
     figure = fitted_against_measured(shown)
@@ -275,7 +275,9 @@ def _terms(one: OneCard, several: SeveralCards | None, together: Growth | None) 
     return [*lines, "", *markdown((f"on {together.processes} cards", "cost"), body)]
 
 
-def _predicted(alone: Growth, one: OneCard, several: SeveralCards | None) -> list[str]:
+def _predicted(
+    alone: Growth, one: OneCard, several: SeveralCards | None, together: Growth | None
+) -> list[str]:
     """A row for each shape, number of cards and way."""
     body = []
     for shape in alone.asked:
@@ -292,11 +294,11 @@ def _predicted(alone: Growth, one: OneCard, several: SeveralCards | None) -> lis
         f"- Nothing above {largest.parameters / 1e9:.1f} B parameters was measured: larger shapes take the costs of the terms as "
         "they are for smaller ones. Products of larger matrices may run faster, which would make these steps shorter.",
     ]
-    if several is None:
+    if together is None:
         return [*lines, "- Several cards were not measured, so nothing is said of them."]
     return [
         *lines,
-        f"- No more than 2 cards were measured. Of {IN_A_HOST} the rate between two is taken for all, of more, in hosts of {IN_A_HOST}, "
+        f"- No more than {together.processes} cards were measured. Up to {IN_A_HOST} the rate between them is taken, for more, in hosts of {IN_A_HOST}, "
         f"at most {NETWORK / 1e9:.0f} GB/s a card, which is assumed (400 Gbit/s), and none of the copies as hidden. That cards wait for "
         "the slowest of many is in none of these numbers.",
         "- `search.descent.gradient_checkpointing=true` needs less memory than stands here, and more time; it is not in the model.",
