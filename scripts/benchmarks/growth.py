@@ -14,14 +14,15 @@ has the smallest and the largest.
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dmx.files import write_json
+from dmx.errors import RunError
+from dmx.files import check_writable, write_json
 from dmx.models.sharding import own_bytes
 from dmx.processes import Processes
 from experiments.reporting.scaling import SCHEMA
@@ -106,14 +107,18 @@ def measure(
         "asked": [shape.facts() for shape in ASKED],
         "rows": [],
     }
-    is_late: Callable[[], bool] = lambda: time.monotonic() - started > seconds  # noqa: E731
+
+    def is_late() -> bool:
+        return time.monotonic() - started > seconds
+
     for row in (row for shape in shapes for row in rows_of(shape, processes, device, tiny)):
         record["rows"].append(row)
         record["seconds"] = time.monotonic() - started
         if processes.is_main:
             write_json(path, record)
             say(
-                f"{record['seconds']:.0f} s: {row['model']} {row['way']} {row['rows']} x {row['length']}: {row['search_seconds']} s, {row['search_mib']} MiB"
+                f"{record['seconds']:.0f} s: {row['model']} {row['way']} {row['rows']} x {row['length']}: "
+                f"{row['search_seconds']} s, {row['search_mib']} MiB"
             )
         if processes.agree(is_late):
             if processes.is_main:
@@ -123,16 +128,33 @@ def measure(
     return record
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """What cannot be measured or written is refused before a model is made."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--json", type=Path, required=True, help="write the record there")
     parser.add_argument("--seconds", type=float, default=150, help="no new row after these")
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first of them")
+    counts = range(1, len(SHAPES) + 1)
+    parser.add_argument(
+        "--shapes", type=int, choices=counts, default=len(SHAPES), help="the first of them"
+    )
     parser.add_argument("--tiny", action="store_true", help="seconds, to try the script itself")
     asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device here; --device cpu --tiny tries the script")
+    if asked.json.is_dir():
+        parser.error(f"--json {asked.json} is a folder: name a file")
+    try:
+        check_writable(asked.json.parent)
+    except RunError as error:
+        parser.error(f"--json {asked.json}: {error}")
+    return asked
+
+
+def main() -> None:
+    asked = parse()
     shapes = (TINY,) if asked.tiny else SHAPES[: asked.shapes]
     measure(shapes, asked.device, asked.seconds, asked.json, tiny=asked.tiny)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,24 @@ import pytest
 from dmx.searching import SearchConfig, search_space
 from scripts.benchmarks import growth
 from scripts.benchmarks.shapes import TINY, make_model
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--json", "{place}"], "is a folder: name a file"),
+        (["--json", "/proc/none/growth.json"], "cannot write /proc/none"),
+        (["--shapes", "0"], "argument --shapes: invalid choice"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_a_model_is_made(
+    wrong, why, tmp_path, monkeypatch, capsys
+):
+    given = ["--device", "cpu", "--json", str(tmp_path / "growth.json"), *wrong]
+    monkeypatch.setattr(sys, "argv", ["growth", *(a.format(place=tmp_path) for a in given)])
+    with pytest.raises(SystemExit):
+        growth.parse()
+    assert why in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_leaves_its_rows_and_what_a_fit_needs(tmp_path, monkeypatch):
