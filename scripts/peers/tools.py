@@ -224,9 +224,9 @@ def _check_packages(text: str, python: Path, peer: str) -> None:
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise RunError(f"--python {text}: {asked_for} is not there ({why}). {other}")
-    found = dict(zip(pins, done.stdout.split(), strict=True))
+    found = dict(zip(pins, done.stdout.split()[-len(pins) :], strict=False))  # it may greet first
     if found != pins:
-        there = ", ".join(f"{k}=={v}" for k, v in found.items())
+        there = ", ".join(f"{k}=={v}" for k, v in found.items()) or "nothing to say of them"
         raise RunError(f"--python {text}: it has {there}. {other}")
 
 

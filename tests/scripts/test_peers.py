@@ -205,6 +205,7 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
             "Give an interpreter that has nvidia-modelopt==",
         ),
         (["--python", f"auto_round={sys.executable}"], "is not there (importlib.metadata.Package"),
+        (["--python", "modelopt=/bin/true"], "it has nothing to say of them. Give an"),
     ],
 )
 def test_what_cannot_be_run_is_said_before_anything_is_loaded(tmp_path, capsys, given, message):
