@@ -8,7 +8,8 @@ from pathlib import Path
 
 @contextmanager
 def claimed(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Whether no other process has what the file stands for; none gets it meanwhile. Falls with the process.
+    """Whether no other process has what the file stands for; none gets it meanwhile. Falls with the process, though
+    what that started may still run.
 
     Args:
         wait: until it is free, in place of False.

@@ -342,8 +342,8 @@ def report_of(out: Path) -> tuple[dict[str, Any], str | None]:
     report, failure = Path(f"{out}.json"), Path(f"{out}.txt")
     if report.is_file():
         return json.loads(report.read_text()), None
-    said = failure.read_text() if failure.is_file() else "the process died"
-    lines = [line for line in said.strip().splitlines() if line.strip()]
+    said = failure.read_text().strip() if failure.is_file() else ""
+    lines = [line for line in (said or "the process died").splitlines() if line.strip()]
     outer = [i for i, line in enumerate(lines) if not line.startswith(" ")]
     error = [lines[i] for i in outer[-2:] if not lines[i].startswith("Traceback")]
     return {}, "\n".join(error + lines[outer[-1] + 1 :])  # an error may go on in lines of its own

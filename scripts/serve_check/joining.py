@@ -60,7 +60,8 @@ def stored(path: Path, head: Record) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = read_json(path)
-        rows = [row["folder"] for row in record["rows"]]
+        rows = {row["folder"] for row in record["rows"]}
+        models, _ = record["models"], record["note"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"--add: {path} is no record of this check ({type(error).__name__}: {error}). Leave --add out: "
@@ -73,7 +74,7 @@ def stored(path: Path, head: Record) -> dict[str, Any]:
                 f"--add: {path} has {key} = {record.get(key)!r}, this run {value!r}; rows of one record are of one "
                 f"check. {way_out}"
             )
-    if any(model not in record["models"] for model in head["models"]):
+    if any(model not in models for model in head["models"]):
         raise RunError(f"--add: {path} has no row of the model of one of the folders. {way_out}")
     return record
 

@@ -284,6 +284,8 @@ def test_an_error_is_kept_with_the_lines_that_it_goes_on_in(tmp_path):
     assert failed == "pydantic.E: 1 error\n  Value error, no float32"
     (tmp_path / "out.txt").write_text("cannot run:\n  at z\nno libcuda")
     assert serve_check.report_of(tmp_path / "out")[1] == "cannot run:\nno libcuda"
+    (tmp_path / "out.txt").write_text("")  # it ended while it wrote
+    assert serve_check.report_of(tmp_path / "out")[1] == "the process died"
 
 
 WORKER = """
@@ -437,6 +439,9 @@ def test_rows_join_a_record_alone(check_places, tmp_path, capsys):
     (tmp_path / "record.json").write_text("[]")
     assert check_places("a", "--add") == 2
     assert "record.json is no record of this check (TypeError" in capsys.readouterr().err
+    (tmp_path / "record.json").write_text('{"rows": []}')
+    assert check_places("a", "--add") == 2
+    assert "record.json is no record of this check (KeyError: 'models'" in capsys.readouterr().err
 
 
 def test_outputs_of_zero_are_equal_and_what_is_not_finite_is_named():
