@@ -1,25 +1,32 @@
-"""Twenty learning steps at 1 B and 8 B shape, end to end and block by block, as JSON lines.
+"""Twenty learning steps at 1 B and 8 B shape, end to end and block by block.
 
-    python -m scripts.benchmarks.learning [--tiny]
+    python -m scripts.benchmarks.learning --json learning.json
+    python -m scripts.benchmarks.learning --json learning.json --shapes 8b
+    python -m scripts.benchmarks.learning --json learning.json --shapes tiny       # to try the script itself
 
 Random weights in bf16 on the device. The time of a step is that of a run with twenty more steps, less that of the
-shorter one, after a run that compiles what both use; so measurements before and after, and captures, are not in it.
+shorter one, after a run that compiles what both use; so measurements before and after, and captures, are not in it. The record is written after each row, so that
+a run that is cut leaves those that it has; seconds and memory of one that did not fit are null.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import dmx
+from dmx.files import write_json
 from dmx.formats import MXFP4
 from dmx.searching import SearchConfig, uniform_assignment
-from scripts.benchmarks.machine import clear, peak_mib, wait
-from scripts.benchmarks.shapes import LLAMA_1B, LLAMA_8B, TINY, make_model, make_tokens
+from scripts.benchmarks.machine import clear, machine, peak_mib, say, wait
+from scripts.benchmarks.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, make_model, make_tokens
 
+SHAPES = {"tiny": TINY, "1b": LLAMA_1B, "8b": LLAMA_8B}
 STEPS = 20
 FEW = 5
 SMALL = {"masters": "bfloat16", "optimizer_state": "int8"}
@@ -55,18 +62,31 @@ def row(model: nn.Module, batches: list[Tensor], device: str, mode: str) -> dict
     return {"mode": mode, "step_seconds": (many - few) / STEPS, "peak_mib": peak_mib(device)}
 
 
+def rows_of(shape: Shape, device: str) -> Iterator[dict[str, Any]]:
+    """Every mode on one shape."""
+    length = 32 if shape is TINY else 1024
+    model = make_model(shape, device)
+    batches = [make_tokens(shape, 2, length, seed) for seed in range(4)]
+    for mode in MODES:
+        head = {"model": shape.name, "rows": 2, "length": length}
+        yield head | row(model, batches, device, mode)
+    del model
+    clear(device)  # before the next one is made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiny", action="store_true", help="to try the script itself")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, required=True, help="write the record there")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
+    asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for shape in (TINY,) if parser.parse_args().tiny else (LLAMA_1B, LLAMA_8B):
-        length = 32 if shape is TINY else 1024
-        model = make_model(shape, device)
-        batches = [make_tokens(shape, 2, length, seed) for seed in range(4)]
-        for mode in MODES:
-            facts = {"model": shape.name, "rows": 2, "length": length}
-            print(json.dumps(facts | row(model, batches, device, mode)), flush=True)
-        del model
+    record: dict[str, Any] = {"machine": machine(device), "rows": []}
+    for found in (found for name in asked.shapes for found in rows_of(SHAPES[name], device)):
+        record["rows"].append(found)
+        write_json(asked.json, record)
+        say(json.dumps(found))
 
 
 if __name__ == "__main__":
