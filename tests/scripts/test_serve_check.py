@@ -531,8 +531,18 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
     page = engines.engines_page({"engines_h200": card})
     assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
     page = engines.engines_page({"engines_cpu": run, "engines_h200": card})
+    assert "tolerance of a layer 1e-05.\n" in page and "beyond the tolerance" not in page
     assert page.startswith("# engines\n\nOn cards, of 1 folders: 4 of 4 linear layers give dmx's ")
     assert "3 of them bit for bit. On the CPU, of 2 folders" in page
+
+
+def test_the_page_names_layers_beyond_the_tolerance_and_that_of_rotated_inputs():
+    (group,) = served()["groups"]
+    beyond = served(folder="rotated", tolerance=2e-5, groups=[group | {"within": 3}])
+    run = {"note": "", "device": "cpu", "processor": "x86_64", "tokens": 512, "text": None}
+    page = engines.engines_page({"engines_cpu": run | {"rows": [served(), beyond]}})
+    assert "tolerance of a layer 1e-05 or, where inputs are rotated, 2e-05.\n" in page
+    assert "- rotated, mxfp4: 1 of 4 layers beyond the tolerance of 2e-05, by most a.\n" in page
 
 
 def test_one_table_has_the_model_by_runtime():

@@ -81,6 +81,10 @@ def _section(run: Run) -> list[str]:
     bad = [row for row in run["rows"] if "failed" in row]
     lines = [*_where(run, good), ""]
     lines += markdown(LAYERS, (_layer(row, group) for row in good for group in row["groups"]))
+    if beyond := [
+        _beyond(row, g) for row in good for g in row["groups"] if g["within"] < g["layers"]
+    ]:
+        lines += ["", *beyond]
     text = f"{run['tokens']:,} tokens of {run['text'] or 'drawn bytes'}"
     lines += [
         "",
@@ -97,16 +101,25 @@ def _section(run: Run) -> list[str]:
     return lines
 
 
+def _beyond(row: Run, group: Run) -> str:
+    """Layers of a group that are not within the tolerance."""
+    return (
+        f"- {row['folder']}, {group['formats']}: {group['layers'] - group['within']} of {group['layers']} layers beyond the "
+        f"tolerance of {row['tolerance']:.2g}, by most {group['worst']}."
+    )
+
+
 def _where(run: Run, rows: Sequence[Run]) -> list[str]:
     """What ran on what."""
     first = rows[0] if rows else {}
     versions = ", ".join(f"{k} {v}" for k, v in sorted(first.get("versions", {}).items()))
     kernels = {g["kernel"] for row in rows for g in row["groups"]}
+    tolerances = sorted({row["tolerance"] for row in rows})
     stand_ins = sorted(k for k in kernels if k.startswith(OURS) or k.startswith("Emulation"))
     lines = [
         f"- {run['note'] or 'no note'}; {versions}; {first.get('dtype')}; {first.get('device')}"
         + (f" ({run['processor']})" if first.get("device") == CPU else "")
-        + f"; tolerance of a layer {first.get('tolerance'):g}."
+        + f"; tolerance of a layer {' or, where inputs are rotated, '.join(f'{t:.2g}' for t in tolerances)}."
     ]
     if first.get("device") == CPU and stand_ins:
         lines.append(
