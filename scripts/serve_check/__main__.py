@@ -83,8 +83,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tolerance",
         type=float,
-        help="relative error of a layer's output; default: 6e-3 in bfloat16, 1e-5 in float32, 1e-3 in float16, and "
-        "half an epsilon more in folders that rotate inputs",
+        help=f"relative error of a layer's output; default: {', '.join(f'{v:g} in {k}' for k, v in TOLERANCES.items())}, "
+        "and half an epsilon more in folders that rotate inputs",
     )
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON"
