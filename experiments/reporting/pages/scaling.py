@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dmx.errors import RunError
+from dmx.searching.config import SearchConfig
 
 from ..markdown import markdown
 from ..plots.scaling import Point, fitted_against_measured
@@ -36,7 +37,7 @@ TOKENS = LENGTH = 1024
 """Of a card in a predicted step: one row."""
 ROOM = 0.95
 """Of the card's memory; the rest is the driver's and lies between tensors."""
-STEPS = 400
+STEPS = SearchConfig.steps
 """Of a search by default."""
 SECONDS_TEXT = {
     "step": ("a step", 1e3, "ms"),
