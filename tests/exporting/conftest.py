@@ -62,7 +62,8 @@ def end_with_the_tests():
     sys.stdin.read()
     os._exit(0)
 threading.Thread(target=end_with_the_tests, daemon=True).start()
-with Listener(sys.argv[2], "AF_UNIX") as listener:
+with Listener(sys.argv[2] + "~", "AF_UNIX") as listener:
+    os.rename(sys.argv[2] + "~", sys.argv[2])  # there once it listens
     load = runpy.run_path(sys.argv[1])["main"]
     while True:
         with listener.accept() as tests:
@@ -115,7 +116,8 @@ class _Loader:
             return loader.recv()
 
     def _start(self) -> None:
-        self.place.unlink(missing_ok=True)
+        for left in (self.place, Path(f"{self.place}~")):
+            left.unlink(missing_ok=True)
         self.own = subprocess.Popen(
             [sys.executable, "-P", "-c", _WORKER, _fresh_load.__file__, str(self.place)],
             stdin=subprocess.PIPE,
