@@ -126,6 +126,33 @@ def engine_python(path: str) -> Path:
     return found
 
 
+def engine_versions(asked: argparse.Namespace) -> dict[str, str]:
+    """Of the runtime and its torch, as its worker says them; seconds, where the engine takes minutes.
+
+    Raises:
+        RunError: there is no engine, or it cannot be imported.
+    """
+    python = engine_python(asked.python)
+    script = (
+        "import json, sys; print(json.dumps({n: __import__(n).__version__ for n in sys.argv[1:]}))"
+    )
+    done = subprocess.run(
+        [str(python), "-c", script, asked.runtime.lower(), "torch"],
+        cwd=python.parent,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise RunError(
+            f"--python {asked.python} has no {asked.runtime} that can be imported: {why}"
+        )
+    versions: dict[str, str] = json.loads(done.stdout.splitlines()[-1])  # it may log before
+    return versions
+
+
 LEAST = {"rows": 1, "window": 2, "prompt": 1, "prompts": 1, "new": 2, "at_once": 1}
 """Of the numbers: a token has no log-probability without one before it, and decoding no speed without a second."""
 
@@ -478,7 +505,9 @@ def check(
     check_asked(asked, folders)
     tokens = tokens_of(asked, folders)
     head = head_of(asked, folders, tokens)
-    stored = joining.stored(asked.json, head) if asked.add else None
+    versions = engine_versions(asked) if asked.add else {}
+    if asked.add:
+        joining.stored(asked.json, head, versions)
     rows: dict[Path, dict] = {}
     with jobs_in_files(asked, folders, tokens) as jobs:
         for job in ran(asked, jobs):
@@ -488,8 +517,10 @@ def check(
                 rows[job.folder] |= speed_of(job.out)
             known = [folder for folder in folders if folder in rows]
             record = head | {"rows": rows_of(asked, [rows[folder] for folder in known], known)}
-            if asked.json:
-                write_json(asked.json, joining.joined(stored, record) if stored else record)
+            if asked.add:
+                joining.join(asked.json, record, versions)
+            elif asked.json:
+                write_json(asked.json, record)
             if told is not None:
                 told(record["rows"][known.index(job.folder)], job.is_speed)
     return record

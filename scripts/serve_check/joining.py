@@ -1,7 +1,7 @@
 """Rows that join a record of the same check: one engine on one machine, the same models, tokens and tolerance.
 
 What must agree is all that a record says beside its rows, known before the engine, which takes minutes, has run. A folder of
-the same name replaces its row.
+the same name, however it is written, replaces its row. Several processes may add to one record.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ import torch
 from safetensors import safe_open
 
 from dmx.errors import RunError
-from dmx.files import read_json, sha256
+from dmx.files import read_json, sha256, write_json
+from scripts.claiming import claimed
 
 Record = Mapping[str, Any]
 EMBEDDINGS = 256
@@ -49,11 +50,11 @@ def models_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return found
 
 
-def stored(path: Path, head: Record) -> dict[str, Any]:
+def stored(path: Path, head: Record, versions: Mapping[str, str]) -> dict[str, Any]:
     """The record of a file that rows may join.
 
     Args:
-        head: of the record of the run whose rows they are.
+        head: of the record of the run whose rows they are. versions: of the engine that makes them.
 
     Raises:
         RunError: there is none, or it is of another check.
@@ -74,12 +75,29 @@ def stored(path: Path, head: Record) -> dict[str, Any]:
                 f"--add: {path} has {key} = {record.get(key)!r}, this run {value!r}; rows of one record are of one "
                 f"check. {way_out}"
             )
+    for row in record["rows"]:
+        if (ran := row.get("versions", versions)) != versions:
+            raise RunError(
+                f"--add: {path} has {row['folder']} of {_named(ran)}, this run's engine is {_named(versions)}; rows of one "
+                f"record are of one engine. {way_out}"
+            )
     if any(model not in models for model in head["models"]):
         raise RunError(f"--add: {path} has no row of the model of one of the folders. {way_out}")
     return record
 
 
+def _named(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def joined(record: Record, more: Record) -> dict[str, Any]:
     """The record with the rows of another, in their order; the other's note where it has one."""
-    rows = {row["folder"]: row for row in (*record["rows"], *more["rows"])}
+    rows = {Path(row["folder"]).resolve(): row for row in (*record["rows"], *more["rows"])}
     return {**record, "note": more["note"] or record["note"], "rows": list(rows.values())}
+
+
+def join(path: Path, record: Record, versions: Mapping[str, str]) -> None:
+    """Write the record with the rows that its file has by then: others may add to it meanwhile. Raises as `stored`."""
+    head = {key: value for key, value in record.items() if key != "rows"}
+    with claimed(path.with_name(f".{path.name}.lock"), wait=True):
+        write_json(path, joined(stored(path, head, versions), record))

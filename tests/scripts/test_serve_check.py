@@ -14,12 +14,13 @@ from safetensors.torch import save_file
 
 import dmx
 from dmx.applying.quantizers import BlockQuantizer
-from dmx.errors import ModelError
+from dmx.errors import ModelError, RunError
 from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
 from experiments.reporting.pages import engines
+from scripts.claiming import claimed
 from scripts.serve_check import __main__ as serve_check
-from scripts.serve_check import cases, compare, decoding, worker
+from scripts.serve_check import cases, compare, decoding, joining, worker
 from scripts.serve_check.cases import CASES
 from tests.exporting.conftest import mixed
 
@@ -383,6 +384,7 @@ def check_places(tmp_path, monkeypatch):
         save_file(weight, tmp_path / name / "model.safetensors")
     monkeypatch.setattr(serve_check, "ran", lambda asked, jobs: iter(jobs))
     monkeypatch.setattr(serve_check, "say", lambda row, is_speed: None)
+    monkeypatch.setattr(serve_check, "engine_versions", lambda asked: {"vllm": "0.32.0"})
 
     def run(*names, **row):
         monkeypatch.setattr(
@@ -412,6 +414,52 @@ def test_rows_join_the_record_of_the_same_check(check_places, tmp_path):
     assert check_places("wide") == 0
     record = json.loads((tmp_path / "record.json").read_text())
     assert [row["folder"] for row in record["rows"]] == ["wide"]
+
+
+def test_rows_that_another_process_adds_meanwhile_are_kept(check_places, tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    assert check_places("a", mark=1) == 0
+
+    def meanwhile(asked, jobs):
+        record = json.loads(path.read_text())
+        record["rows"].append({"folder": "c", "groups": []})
+        path.write_text(json.dumps(record))
+        return iter(jobs)
+
+    def write_alone(path, record):
+        with claimed(path.with_name(".record.json.lock")) as is_free:
+            assert not is_free  # from reading to writing nobody else does either
+        path.write_text(json.dumps(record))
+
+    monkeypatch.setattr(serve_check, "ran", meanwhile)
+    monkeypatch.setattr(joining, "write_json", write_alone)
+    assert check_places("b", "--add", mark=2) == 0
+    assert [r["folder"] for r in json.loads(path.read_text())["rows"]] == ["a", "c", "b"]
+
+
+def test_a_folder_is_one_however_it_is_written(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    old = {"note": "", "rows": [{"folder": "x"}, {"folder": "y"}]}
+    more = {"note": "", "rows": [{"folder": str(tmp_path / "x"), "mark": 1}, {"folder": "y/../y"}]}
+    assert joining.joined(old, more)["rows"] == more["rows"]
+
+
+def test_rows_of_another_engine_do_not_join(check_places, tmp_path, capsys):
+    assert check_places("a", versions={"vllm": "0.26.0"}) == 0
+    assert check_places("b", "--add") == 2
+    said = "record.json has a of vllm 0.26.0, this run's engine is vllm 0.32.0; .* its 1 rows"
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_versions_are_those_that_a_worker_says(tmp_path):
+    asked = serve_check.parse(["x", "--runtime", "transformers"])
+    (tmp_path / "python").write_text('#!/bin/sh\necho greeting\nshift; shift; echo "[\\"$*\\"]"\n')
+    (tmp_path / "python").chmod(0o755)
+    asked.python = str(tmp_path / "python")
+    assert serve_check.engine_versions(asked) == ["transformers torch"]
+    asked.python = "/bin/false"
+    with pytest.raises(RunError, match="--python /bin/false has no transformers that can be impor"):
+        serve_check.engine_versions(asked)
 
 
 @pytest.mark.parametrize(
