@@ -381,7 +381,8 @@ def _same(record: Record, requested: dict[str, Any], folder: Path) -> Record:
 
 
 def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
-    """Answer the request of a folder in the peer's environment, or by its interpreter of `pythons`.
+    """Answer the request of a folder in the peer's environment, or by its interpreter of `pythons`. The process ends with
+    this one, however that ends: another may then claim the cell.
 
     Raises:
         RunError: the peer is not installed, or failed; ends in the last line of its error.
@@ -391,15 +392,21 @@ def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
     environment = {**os.environ, **dict.fromkeys(offline, "1")}
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
     module = f"scripts.peers.workers.{PEERS[peer].worker}"
-    with (folder / "worker.log").open("w") as log:
-        done = subprocess.run(
-            [str(python), "-m", module, str(folder.absolute())],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
+    read, write = os.pipe()
+    try:
+        with (folder / "worker.log").open("w") as log:
+            done = subprocess.run(
+                [str(python), "-m", module, str(folder.absolute()), str(read)],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(read,),
+                check=False,
+            )
+    finally:
+        os.close(read)
+        os.close(write)
     if done.returncode or not (folder / ANSWER).exists():
         failure = folder / FAILURE
         said = failure.read_text() if failure.exists() else (folder / "worker.log").read_text()

@@ -5,6 +5,8 @@ environment of a peer holds the peer and what it needs.
 """
 
 import json
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -91,6 +93,20 @@ class Answer(_Kept):
     """nats/token of each window in the peer's own model, weights and inputs quantized."""
     notes: list[str] = field(default_factory=list)
     """How it ran, where that is not as its own command would."""
+
+
+def end_with(descriptor: int) -> None:
+    """End this process when the other end of a pipe is closed, as the system closes those of a process that was killed.
+
+    Args:
+        descriptor: the end to read from, in which nothing is ever written.
+    """
+
+    def wait() -> None:
+        os.read(descriptor, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def layer_bits(formats: Mapping[str, str], elements: Mapping[str, int]) -> float:

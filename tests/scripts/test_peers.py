@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -314,6 +316,39 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     (cell / ANSWER).write_text('{"x')
     assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
     assert f"{ANSWER} is damaged" in capsys.readouterr().err
+
+
+WORKER = """#!{python}
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {root!r})
+from scripts.claiming import claimed
+from scripts.peers.protocol import end_with
+*_, folder, descriptor = sys.argv
+end_with(int(descriptor))
+with claimed(Path(folder, "runs")):
+    Path(folder, "began").touch()
+    time.sleep(60)
+"""
+"""Of a peer that takes its time."""
+
+
+def test_a_worker_ends_with_the_command_that_started_it(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text(WORKER.format(python=sys.executable, root=str(tools.ROOT)))
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(peers, "python_of", lambda peer, given: tmp_path / "python")
+    command = multiprocessing.get_context("fork").Process(
+        target=peers.run_worker, args=("ours", tmp_path, {})
+    )
+    command.start()
+    while not (tmp_path / "began").exists():
+        assert command.is_alive()
+        time.sleep(0.01)
+    command.kill()
+    command.join()
+    killed = time.monotonic()
+    with claimed(tmp_path / "runs", wait=True):
+        assert time.monotonic() - killed < 30
 
 
 # ---------------------------------------------------------------- in their environments

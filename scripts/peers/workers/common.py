@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..protocol import ANSWER, FAILURE, REQUEST, TOKENS, WEIGHTS, Answer, Request
+from ..protocol import ANSWER, FAILURE, REQUEST, TOKENS, WEIGHTS, Answer, Request, end_with
 
 
 class Cell:
@@ -142,8 +142,11 @@ def version_of(package: str) -> str:
 
 
 def main(run: Callable[[Cell], None]) -> None:
-    """Answer the cell that the command line names; a failure is left in its folder, too."""
+    """Answer the cell that the command line names; a failure is left in its folder, too. A second argument is that of
+    `end_with`."""
     folder = Path(sys.argv[1])
+    for descriptor in sys.argv[2:]:
+        end_with(int(descriptor))
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     try:
