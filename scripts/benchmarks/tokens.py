@@ -18,7 +18,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dmx.files import write_text
+from dmx.errors import RunError
+from dmx.files import check_writable, write_text
 
 from ..claiming import claimed
 
@@ -58,6 +59,7 @@ def cell(tokens: int, rule: str, folder: Path, asked: argparse.Namespace) -> lis
 
 
 def parse() -> argparse.Namespace:
+    """What cannot be measured or written is refused before anything runs."""
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, more = sys.argv[1:at], sys.argv[at + 1 :]
     parser = argparse.ArgumentParser(
@@ -83,6 +85,11 @@ def parse() -> argparse.Namespace:
             f"--tokens {wrong[0]}: whole batches of {rows_of(wrong[0], asked.most_batches)} windows of {WINDOW} tokens, "
             f"each of at most {SCANNED} tokens"
         )
+    for name in ("out", "records"):
+        try:
+            check_writable(folder := getattr(asked, name))
+        except RunError as error:
+            parser.error(f"--{name} {folder}: {error}")
     asked.more = more
     return asked
 

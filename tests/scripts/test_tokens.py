@@ -57,7 +57,9 @@ def test_the_page_says_where_adaptive_is_worse_than_an_opponent():
 def test_a_cell_has_as_many_tokens_as_it_says(
     n_tokens, most, rows, batches, scored, tmp_path, monkeypatch
 ):
-    command = f"tokens --out x --searches fisher kl --most-batches {most} -- run.device=cpu"
+    command = (
+        f"tokens --out {tmp_path} --searches fisher kl --most-batches {most} -- run.device=cpu"
+    )
     monkeypatch.setattr(sys, "argv", command.split())
     arguments = tokens.cell(n_tokens, "even", tmp_path, tokens.parse())
     said = dict(argument.split("=", 1) for argument in arguments)
@@ -93,7 +95,13 @@ def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypa
     ):
         assert tokens.main() == 0 and len(ran) == 2
     assert capsys.readouterr().out.count("another process runs it") == 2
-    for wrong in (["--tokens", "700"], ["--tokens", "2048", "--most-batches", "0"]):
+    for wrong in (
+        ["--tokens", "700"],
+        ["--tokens", "2048", "--most-batches", "0"],
+        ["--out", "/proc/none"],
+        ["--records", "/proc/none"],
+    ):
         monkeypatch.setattr(sys, "argv", [*asked.split()[:5], *wrong])
         with pytest.raises(SystemExit):
             tokens.main()
+        assert f"{wrong[-2]} {wrong[-1]}: " in capsys.readouterr().err
