@@ -24,9 +24,8 @@ import dmx
 from dmx.models.streaming import MEMORIES, stream_blocks, stream_of
 from dmx.searching.config import DescentConfig
 from scripts.benchmarks.machine import MIB, clear, machine, peak_mib, say, wait
-from scripts.benchmarks.shapes import LLAMA_8B, LLAMA_32B, TINY, Shape, llama_config, make_tokens
+from scripts.benchmarks.shapes import NAMED, Shape, llama_config, make_tokens
 
-SHAPES = {"tiny": TINY, "8b": LLAMA_8B, "32b": LLAMA_32B}
 STAGES = ("scan", "fisher", "search", "gptq", "learn", "export")
 PIECE = 1 << 24
 """Elements of the random tensor."""
@@ -135,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--shape", choices=list(SHAPES), default="8b")
+    parser.add_argument("--shape", choices=list(NAMED), default="8b")
     parser.add_argument("--memory", choices=MEMORIES, default="all")
     parser.add_argument("--stages", nargs="+", choices=STAGES)
     parser.add_argument("--steps", type=int, default=200, help="of the search, and of each block")
@@ -148,7 +147,7 @@ def main() -> None:
             parser.error(f"--card {asked.card:g}: there is no card here. Leave it out")
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, asked.card * (1 << 30) / whole))
-    shape = SHAPES[asked.shape]
+    shape = NAMED[asked.shape]
     common = {"shape": shape.name, "memory": asked.memory, "steps": asked.steps, "card": asked.card}
 
     def note(row: dict[str, Any]) -> None:

@@ -24,9 +24,8 @@ from dmx.files import write_json
 from dmx.formats import MXFP4
 from dmx.searching import SearchConfig, uniform_assignment
 from scripts.benchmarks.machine import clear, machine, peak_mib, say, wait
-from scripts.benchmarks.shapes import LLAMA_1B, LLAMA_8B, TINY, Shape, make_model, make_tokens
+from scripts.benchmarks.shapes import NAMED, TINY, Shape, make_model, make_tokens
 
-SHAPES = {"tiny": TINY, "1b": LLAMA_1B, "8b": LLAMA_8B}
 STEPS = 20
 FEW = 5
 SMALL = {"masters": "bfloat16", "optimizer_state": "int8"}
@@ -79,11 +78,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, help="write the record there")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1b", "8b"])
+    parser.add_argument("--shapes", nargs="+", choices=NAMED, default=["1b", "8b"])
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record: dict[str, Any] = {"machine": machine(device), "rows": []}
-    for found in (found for name in asked.shapes for found in rows_of(SHAPES[name], device)):
+    for found in (found for name in asked.shapes for found in rows_of(NAMED[name], device)):
         record["rows"].append(found)
         write_json(asked.json, record)
         say(json.dumps(found))

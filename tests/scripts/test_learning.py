@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scripts.benchmarks import learning
-from scripts.benchmarks.shapes import TINY
+from scripts.benchmarks.shapes import LLAMA_1B, LLAMA_8B, TINY
 
 
 def run(monkeypatch, path, *arguments):
@@ -42,9 +42,9 @@ def test_shapes_are_measured_that_are_asked_for(tmp_path, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(learning, "rows_of", lambda shape, device: asked.append(shape) or [{}])
     run(monkeypatch, tmp_path / "a.json", "--shapes", "8b")
-    assert asked == [learning.LLAMA_8B]
+    assert asked == [LLAMA_8B]
     run(monkeypatch, tmp_path / "b.json")
-    assert asked[1:] == [learning.LLAMA_1B, learning.LLAMA_8B]
+    assert asked[1:] == [LLAMA_1B, LLAMA_8B]
     assert TINY not in asked
     with pytest.raises(SystemExit):
         run(monkeypatch, tmp_path / "c.json", "--shapes", "70b")
