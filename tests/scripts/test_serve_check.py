@@ -616,9 +616,9 @@ def test_one_table_has_the_model_by_runtime():
     assert (
         "On a CPU: float32, 2 windows of 256 tokens of a.txt, vllm 0.32.0; prod" in table and rest
     )
-    assert "On an NVIDIA H200: float32, 2 windows of 1024 tokens of a.txt, vllm 0.26.0. " in table
+    assert "On one NVIDIA H200: float32, 2 windows of 1024 tokens of a.txt, vllm 0.26.0. " in table
     assert table.startswith(
-        "\n\nOn an NVIDIA H200, in 1 folders, 4 of 4 layers give dmx's output on the same input, 3 of them to the bit, and "
+        "\n\nOn one NVIDIA H200, in 1 folders, 4 of 4 layers give dmx's output on the same input, 3 of them to the bit, and "
         "perplexities in the runtime and in dmx differ by at most 1.1 % in vLLM where inputs are quantized (a rounding that "
         "turns goes on through the layers). On a CPU, in 2 folders, 8 of 8 layers give dmx's output on the same input, 6 of "
         "them to the bit, and perplexities in "

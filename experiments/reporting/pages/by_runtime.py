@@ -81,7 +81,7 @@ def _measured(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
 
 
 def _on_place(place: str) -> str:
-    return "On a CPU" if place == CPU else f"On an {place}"
+    return "On a CPU" if place == CPU else f"On one {place}"
 
 
 def _engine(run: Run, row: Run) -> tuple[str, str]:
