@@ -94,6 +94,8 @@ class Growth(Stored):
     """What is to be predicted."""
     rows: tuple[Measured, ...]
     seconds: float
+    steps: int | None = None
+    """Of a search, whose median is a row's seconds; None: the record is older and does not say."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def fitted(terms: Sequence[Terms], values: Sequence[float], sizes: Sequence[floa
     if not terms or len(terms) < len(terms[0]):
         raise RunError(
             f"a fit of {len(terms[0]) if terms else 'some'} terms to {len(terms)} measurements: measure more shapes or batches "
-            "(python -m scripts.benchmarks.growth --seconds)."
+            "(python -m scripts.benchmarks.growth for more --seconds), or delete the record."
         )
     names, size = list(terms[0]), np.array(sizes)
     matrix = np.array([[row[name] for name in names] for row in terms]) / size[:, None]

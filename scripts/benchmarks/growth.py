@@ -52,19 +52,24 @@ KL = {"objective": "kl"}
 Rows = Iterator[dict[str, Any]]
 
 
+def repeats_of(tiny: bool) -> int:
+    """Of the plain step; a search has two more."""
+    return 3 if tiny else REPEATS
+
+
 def alone(model: nn.Module, shape: Shape, device: str, tiny: bool) -> Rows:
     """Rows of one process; the first batch without a graph, too."""
-    batches, repeats = (((2, 32), (4, 32)), 3) if tiny else (ALONE, REPEATS)
+    batches = ((2, 32), (4, 32)) if tiny else ALONE
     for index, (rows, length) in enumerate(batches):
         variants = [KL] if index else [KL, KL | {"cuda_graph": "off"}]
-        yield from compare_steps(model, shape, rows, length, device, repeats, variants)
+        yield from compare_steps(model, shape, rows, length, device, repeats_of(tiny), variants)
 
 
 def together(model: nn.Module, shape: Shape, processes: Processes, device: str, tiny: bool) -> Rows:
     """Rows of one of several processes, the same in all."""
     for rows, length in ((2 * processes.size, 32),) if tiny else TOGETHER:
         batches = [make_tokens(shape, rows, length)]
-        ran = run_search(model, batches, device, steps=(3 if tiny else REPEATS + 2), **KL)
+        ran = run_search(model, batches, device, steps=repeats_of(tiny) + 2, **KL)
         seconds, mib = slowest(processes, ran)
         yield {
             "rows": rows,
@@ -104,6 +109,7 @@ def measure(
         "machine": machine(device),
         "card_mib": card,
         "processes": processes.size,
+        "steps": repeats_of(tiny) + 2,
         "asked": [shape.facts() for shape in ASKED],
         "rows": [],
     }

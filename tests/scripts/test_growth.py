@@ -37,7 +37,8 @@ def test_a_run_that_is_cut_leaves_its_rows_and_what_a_fit_needs(tmp_path, monkey
     # The clock is read before the run and twice a row: of three rows the second is the last.
     record = growth.measure((TINY,), "cpu", 3.0, path, tiny=True)
     assert json.loads(path.read_text()) == record
-    assert record["processes"] == 1 and record["machine"]["torch"] and record["machine"]["when"]
+    assert record["processes"] == 1 and record["steps"] == 5
+    assert record["machine"]["torch"] and record["machine"]["when"]
     first, second = record["rows"]
     assert first["way"] == "alone" and (first["rows"], first["length"]) == (2, 32)
     assert first["search_seconds"] > 0 and first["plain_seconds"] > 0

@@ -145,7 +145,9 @@ def test_the_page_says_how_far_off_the_unseen_size_is_and_what_does_not_fit(monk
     assert "does not fit" in lines["| Llama-3.1-70B", "1", "alone"]
     assert "does not fit" not in lines["| Llama-3.1-70B", "8", "sharded"]
     assert "does not fit" in lines["| Llama-3.1-405B", "8", "sharded"]
-    alone, _ = scaling_page({"growth_1": one})
+    assert "objective=kl: `python" in text
+    alone, _ = scaling_page({"growth_1": one | {"steps": 7}})
+    assert "objective=kl, median of 7 steps: `python" in alone
     assert "| 64 |" not in alone and "Several cards were not measured" in alone
 
 
@@ -161,8 +163,12 @@ def test_records_that_do_not_carry_a_fit_are_refused():
     refused("both of 1 cards", good, good)
     refused("wanted are one of 1 card", body(2))
     refused("of different cards", good, body(2) | {"machine": {"name": "other"}})
-    refused("a fit of 7 terms to 4 measurements", good | {"rows": good["rows"][:8]})
-    refused("0 rows with sharded weights", good, body(2) | {"rows": body(2)["rows"][:2]})
+    few = "record growth_0: a fit of 7 terms to 4 measurements: .* or delete the record"
+    refused(few, good | {"rows": good["rows"][:4]})
+    few = "record growth_0: without Llama-3.2-1B: a fit of 7 terms to 4 measurements"
+    refused(few, good | {"rows": good["rows"][:8]})
+    few = "record growth_1: 0 rows with sharded weights"
+    refused(few, good, body(2) | {"rows": body(2)["rows"][:2]})
     zero = [good["rows"][0] | {"search_mib": 0.0}, *good["rows"][1:]]
     refused("above zero: take the row out", good | {"rows": zero})
     for way in ("whole", "sharded"):

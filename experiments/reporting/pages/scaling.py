@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dmx.errors import RunError
@@ -82,6 +83,15 @@ def read_growth(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[Growth, Growth
     return records[by_cards[1]], several[0] if several else None
 
 
+@contextmanager
+def _of(what: str) -> Iterator[None]:
+    """Raise what is wrong with the record, or with the fit, by its name."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{what}: {error}") from error
+
+
 def scaling_page(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str, Figure]]:
     """The page and its picture.
 
@@ -89,10 +99,15 @@ def scaling_page(bodies: Mapping[str, Mapping[str, Any]]) -> tuple[str, dict[str
         bodies: records by name.
     """
     alone, together = read_growth(bodies)
+    names = {body["processes"]: f"record {name}" for name, body in bodies.items()}
     fit_rows = [r for r in alone.rows if r.is_fitted and r.search_seconds is not None]
-    one = fit_one_card(fit_rows)
-    unseen = left_out(fit_rows)
-    several = None if together is None else fit_several(one, together.rows, together.processes)
+    with _of(names[1]):
+        one = fit_one_card(fit_rows)
+        unseen = left_out(fit_rows)
+    several = None
+    if together is not None:
+        with _of(names[together.processes]):
+            several = fit_several(one, together.rows, together.processes)
     points = [_point(r, one.cost(own_step(r, 1), r.weights_mib)) for r in fit_rows] + unseen
     on_several = []
     if together is not None and several is not None:
@@ -123,7 +138,8 @@ def left_out(rows: Sequence[Measured]) -> list[Point]:
     """Rows of each size as predicted by a fit to all others."""
     points = []
     for name in dict.fromkeys(r.model for r in sorted(rows, key=lambda r: r.parameters)):
-        without = fit_one_card([r for r in rows if r.model != name])
+        with _of(f"without {name}"):
+            without = fit_one_card([r for r in rows if r.model != name])
         points += [
             _point(r, without.cost(own_step(r, 1), r.weights_mib), is_unseen=True)
             for r in rows
@@ -166,8 +182,9 @@ def _said(alone: Growth, rows: Sequence[Measured], unseen: Sequence[Point]) -> s
 
 
 def _conditions(alone: Growth, together: Growth | None) -> list[str]:
+    median = "" if alone.steps is None else f", median of {alone.steps} steps"
     lines = [
-        "- Llamas with random bf16 weights, objective=kl, median of 11 steps: `python -m scripts.benchmarks.growth`. "
+        f"- Llamas with random bf16 weights, objective=kl{median}: `python -m scripts.benchmarks.growth`. "
         f"{alone.machine['name']}, torch {alone.machine['torch']}, {alone.machine['when']}."
     ]
     if together is not None:
