@@ -19,6 +19,7 @@ from experiments.reporting.groups import group_recipes, group_rows
 from experiments.reporting.pages.mor import fell_back, mor_page
 from experiments.reporting.pages.overview import readme_table
 from experiments.reporting.pages.quality import quality_pages
+from experiments.reporting.plots.budgets import BudgetPoint, difference_figure, edges
 from experiments.reporting.plots.pareto import pareto
 from experiments.reporting.plots.training import validation_curves
 from experiments.reporting.pooling import Presets, pooled
@@ -264,6 +265,24 @@ def test_the_picture_shows_the_best_dmx_and_how_sure_its_difference_is():
     assert points.get_ydata()[0] == pytest.approx(100 * (ours / best - 1))
     ((low, high),) = (segment[:, 1] for segment in bar.get_segments())
     assert (high - low) / 2 == pytest.approx(100 * gaps.std(ddof=1) / len(gaps) ** 0.5)
+
+
+def test_one_difference_that_would_make_the_others_small_is_said_at_the_edge():
+    limits, gains = (4.0, 4.5, 5.0, 5.5), {"a": (-2.0, -1.0, 0.5, 0.0), "b": (3.5, -1.0, 1.0, 0.0)}
+
+    def right_of(gains):
+        curves = [
+            (name, [BudgetPoint(x, 100 + g, 100, 0.2) for x, g in zip(limits, of, strict=True)])
+            for name, of in gains.items()
+        ]
+        return difference_figure(curves, None, "element_bits").axes[1]
+
+    assert edges([(g, 0.2) for of in gains.values() for g in of]) == (-2.2, 1.2)
+    (said,) = (text.get_text() for text in right_of(gains).texts)
+    assert said == "+3.5 ± 0.2 %" and 1.2 < right_of(gains).get_ylim()[1] < 1.5
+    within = right_of(gains | {"b": (2.0, -1.0, 1.0, 0.0)})
+    assert not within.texts and within.get_ylim()[1] > 2.2
+    assert edges([(3.5, 0.2), (-1.0, 0.2)]) == (-1.2, 3.7)  # of few, all
 
 
 def test_fused_units_and_separate_choices_stand_apart():

@@ -13,6 +13,7 @@ from .canvas import WIDTH, log_axis, new_figure, styled
 from .pareto import SPARE_LOOKS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _LOOKS = (
@@ -37,6 +38,25 @@ class BudgetPoint(NamedTuple):
     """Standard error of their difference, %; NaN likewise."""
 
 
+STRETCH = 0.5
+"""Share of the range of all other differences by which one may widen it; beyond that it is said in numbers at the edge."""
+FEW = 6
+"""Differences of which none is left out."""
+
+
+def edges(bars: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The lowest and highest end of (difference, error) that are drawn, zero among them: all, but for one difference on
+    either side beside which the others would be small."""
+    drawn = list(bars)
+    if len(bars) >= FEW:
+        values = sorted(value for value, _ in bars)
+        low, high = min(values[1], 0.0), max(values[-2], 0.0)
+        most = STRETCH * (high - low)
+        drawn = [bar for bar in bars if low - most <= bar[0] <= high + most]
+    ends = [0.0, *(value + sign * error for value, error in drawn for sign in (-1, 1))]
+    return min(ends), max(ends)
+
+
 def difference_figure(
     curves: Sequence[tuple[str, Sequence[BudgetPoint]]], ceiling: float | None, unit: str
 ) -> Figure:
@@ -52,7 +72,7 @@ def difference_figure(
         budgets = sorted({point.limit for _, points in curves for point in points})
         gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
         apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
-        heights = []
+        heights, bars = [], []
         for index, (name, points) in enumerate(curves):
             colour, marker = _LOOKS[index % len(_LOOKS)]
             xs, ours, theirs, noise = (np.array(column) for column in zip(*points, strict=True))
@@ -71,6 +91,7 @@ def difference_figure(
             left.plot(xs, ours, linewidth=1.4, label=name, **style)
             shift = apart * (index - (len(curves) - 1) / 2)
             right.errorbar(xs + shift, gain, yerr=noise, linestyle="none", capsize=2.5, **style)
+            bars += zip(xs + shift, gain, noise, [colour] * len(xs), strict=True)
         if ceiling is not None and min(heights) > 0:
             log_axis(left, min(heights), max(heights))
         left.set_ylabel("perplexity" if ceiling is None else "perplexity above bf16, %")
@@ -85,8 +106,30 @@ def difference_figure(
         handles, names = left.get_legend_handles_labels()
         # Of the figure: names as long as a table's setting would take their room from the axes.
         figure.legend(handles, names, loc="outside upper left", ncols=3, handlelength=1.8)
+        bars = [bar for bar in bars if np.isfinite(bar[2])]
+        _say_beyond(right, bars)
         note = "below 0: dMX is better; bars: one standard error"
         right.set_title(note, fontsize=9, loc="left", color=QUIET)
         kinds = "solid: best dMX\ndotted: best heuristic"
         left.text(0.98, 0.97, kinds, transform=left.transAxes, ha="right", va="top", color=QUIET)
     return figure
+
+
+def _say_beyond(axes: Axes, bars: Sequence[tuple[float, float, float, str]]) -> None:
+    """Limits of the differences; what lies beyond them is written at the edge.
+
+    Args:
+        bars: where, difference, its standard error, colour.
+    """
+    low, high = edges([(value, error) for _, value, error, _ in bars])
+    if not (margin := 0.05 * (high - low)):
+        return
+    low, high = low - margin, high + margin
+    axes.set_ylim(low, high)
+    for x, value, error, colour in bars:
+        if not low < value < high:
+            edge, inwards = (high, -16) if value > high else (low, 16)
+            axes.annotate(
+                f"{value:+.1f} ± {error:.1f} %", (x, edge), (0, inwards), textcoords="offset points", color=colour,
+                ha="center", va="center", fontsize=8, arrowprops={"arrowstyle": "->", "color": colour},
+            )  # fmt: skip
