@@ -78,7 +78,7 @@ def load_model(
         revision: str | None = f"seed={config.tiny.seed},train_steps={config.tiny.train_steps}"
     else:
         where = locate(config)
-        with _quiet_transformers(), read_once():
+        with _reading(where):
             model_config = _read_config(config, where)
             model, left_out = _read_weights(config, where, model_config, dtype)
             tokenizer = _read_tokenizer(config, where)
@@ -133,7 +133,7 @@ def meta_model(config: ModelConfig) -> Any:
         model_config = tiny_model_config(config.tiny)
     else:
         where = locate(config)
-        with _quiet_transformers(), read_once():
+        with _reading(where):
             model_config = _read_config(config, where)
     with torch.device("meta"):
         return _from_config(config, model_config).eval()
@@ -257,6 +257,13 @@ def split_digits(tokenizer: Any) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
     )
+
+
+@contextlib.contextmanager
+def _reading(where: Where) -> Iterator[None]:
+    """Quietly; the package gguf is of use to its files alone."""
+    with _quiet_transformers(), read_once() if where.gguf else contextlib.nullcontext():
+        yield
 
 
 @contextlib.contextmanager

@@ -244,7 +244,8 @@ def test_architecture_hash_notices_what_makes_another_model(key, value):
 # ---------------------------------------------------------------- local folders
 
 
-def test_a_local_folder_loads_with_its_tokenizer(tmp_path):
+def test_a_local_folder_loads_with_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "read_once", lambda: pytest.fail("it is no GGUF file"))
     saved = save(tmp_path, architecture="qwen3")
     config = ModelConfig(id=str(tmp_path), dtype="float32", attn_implementation="eager", note="n")
     loaded = load_model(config)
