@@ -126,12 +126,16 @@ def test_a_pass_forward_and_backward_copies_each_block_once_each_way(held):
     assert (copied(4) - copied(2)) * 4 == 2 * 6 * stream.pass_bytes
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "double"])
+@pytest.mark.parametrize("change", ["load_state_dict", "double", "data"])
 def test_what_is_written_into_blocks_between_passes_stays(held, change):
-    whole, model, _ = held()
+    whole, model, stream = held()
     for one in (whole, model):
         one(BATCHES[0])  # one block is there, and the next one copied ahead
-        if change == "double":  # puts other tensors into the Parameters
+        if change == "data":  # which nothing counts
+            stream.rest()
+            for parameter in one.parameters():
+                parameter.data.mul_(2)
+        elif change == "double":  # puts other tensors into the Parameters
             one.double()
         else:
             one.load_state_dict({name: 2 * value for name, value in one.state_dict().items()})
