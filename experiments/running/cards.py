@@ -8,8 +8,9 @@ CUDA_VISIBLE_DEVICES to it before CUDA looks. What the user, Slurm or a containe
 import fcntl
 import itertools
 import os
+import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,16 +49,38 @@ def _is_card(name: str) -> bool:
     return name.isdecimal() or name.startswith(("GPU-", "MIG-"))
 
 
-def take_card(cards: Sequence[str], folder: Path) -> Card:
+def uuids() -> dict[str, str]:
+    """Number -> UUID of this machine's GPUs, as nvidia-smi says; CUDA is not started. Empty without it, and where its numbers,
+    of places on the bus, may be others than CUDA's, of the fastest first."""
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    cards = [[word.strip() for word in line.split(",", 2)] for line in said.splitlines()]
+    if any(len(card) < 3 for card in cards):
+        return {}
+    is_alike = len({kind for _, _, kind in cards}) == 1
+    is_by_bus = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    return {number: uuid for number, uuid, _ in cards} if is_alike or is_by_bus else {}
+
+
+def whole_name(name: str, known: Mapping[str, str]) -> str:
+    """The UUID of a card that is named by number, or by the beginning of its UUID; the name itself where none is known."""
+    found = [uuid for number, uuid in known.items() if name == number or uuid.startswith(name)]
+    return found[0] if len(found) == 1 else name
+
+
+def take_card(cards: Sequence[str], folder: Path, known: Mapping[str, str]) -> Card:
     """The first of the cards that fewest hold.
 
     Args:
-        cards: at least one. folder: of the locks, one a machine.
+        cards: at least one. folder: of the locks, one a machine. known: what `uuids` says.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for sharing in itertools.count():
         for name in cards:
-            path = folder / f"{name.replace('/', '_')}.{sharing}"
+            path = folder / f"{whole_name(name, known).replace('/', '_')}.{sharing}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,7 +108,7 @@ def own_card(device: str) -> Card | None:
         return _held
     if torch.cuda.is_initialized() or len(cards := visible_cards()) < 2:
         return None
-    _held = take_card(cards, locks_folder())
+    _held = take_card(cards, locks_folder(), uuids())
     os.environ[VISIBLE] = _held.name
     return _held
 
