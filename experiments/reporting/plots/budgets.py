@@ -72,7 +72,8 @@ def difference_figure(
         budgets = sorted({point.limit for _, points in curves for point in points})
         gaps = [b - a for a, b in itertools.pairwise(budgets)] or [1.0]
         apart = 0.7 * min(gaps) / len(curves)  # so that error bars of one budget stand side by side
-        heights, bars = [], []
+        heights: list[float] = []
+        bars: list[tuple[float, float, float, str]] = []
         for index, (name, points) in enumerate(curves):
             colour, marker = _LOOKS[index % len(_LOOKS)]
             xs, ours, theirs, noise = (np.array(column) for column in zip(*points, strict=True))
