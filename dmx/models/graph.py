@@ -38,3 +38,29 @@ class GraphedStep:
             kept.copy_(given)
         self.graph.replay()
         return self.results
+
+
+class StepGraphs:
+    """Steps by name, each captured at its first call, or called as they are.
+
+    Args:
+        captures: whether they are captured; then the result of a call is overwritten by the next one of its name.
+    """
+
+    def __init__(self, captures: bool) -> None:
+        self.captures = captures
+        self._graphs: dict[str, GraphedStep] = {}
+
+    def __call__(
+        self, name: str, step: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What the step gives for these inputs."""
+        if not self.captures:
+            return step(*inputs)
+        if name not in self._graphs:
+            self._graphs[name] = GraphedStep(step, *inputs)
+        return self._graphs[name](*inputs)
+
+    def forget(self) -> None:
+        """Let go of all, whose memory is free before the next capture."""
+        self._graphs = {}

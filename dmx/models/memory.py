@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 OOM = ("stop", "halve")
+MEMORY_SHARE = 0.25
+"""Of a GPU's free memory, which what is kept for later passes may take."""
+HOST_MEMORY = 1 << 30
+"""Bytes that it may take on a CPU."""
 _T = TypeVar("_T")
 
 
@@ -21,6 +25,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
+
+
+def room_to_keep(device: torch.device) -> float:
+    """Bytes that what is kept for later passes may take there."""
+    if device.type != "cuda":
+        return HOST_MEMORY
+    return MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]
 
 
 class MicroBatch:

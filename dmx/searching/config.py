@@ -51,6 +51,7 @@ PENALTIES = ("hinge", "scaling", "exact")
 GRADIENT_SCALES = ("none", "elements")
 LR_SCHEDULES = ("constant", "cosine")
 CUDA_GRAPHS = ("auto", "on", "off")
+KEEP_REFERENCE = ("auto", "on", "off")
 
 
 class SearchConfigError(DmxError):
@@ -92,6 +93,9 @@ class DescentConfig:
     cuda_graph: str = "auto"
     """auto | on | off: capture the step in a CUDA graph. auto: on a GPU, for purely causal sdpa
     models without gradient checkpointing; the record says what ran."""
+    keep_reference: str = "auto"
+    """auto | on | off, objective=kl: keep what the unquantized model gave for a batch, so that a batch that comes
+    again costs no pass of it; the same numbers. auto: where batches come again and memory has room for all."""
     evaluate_every: int = 50
     """Steps between measurements of the soft, hard and projected model on the first batch."""
     checkpoint_every: int = 10
@@ -103,6 +107,7 @@ class DescentConfig:
         check_choice(self.lr_schedule, LR_SCHEDULES, f"{where}.lr_schedule")
         check_choice(self.gradient_scale, GRADIENT_SCALES, f"{where}.gradient_scale")
         check_choice(self.cuda_graph, CUDA_GRAPHS, f"{where}.cuda_graph")
+        check_choice(self.keep_reference, KEEP_REFERENCE, f"{where}.keep_reference")
         check_choice(self.path, PATHS, f"{where}.path")
         for name in ("lr", "slope", "penalty_lambda"):
             _check_number(f"{where}.{name}", getattr(self, name), 0, math.inf)
@@ -497,6 +502,11 @@ class SearchConfig(SearchSettings):
                 "search.choices=separate with search.name=weight_mse: the error of the weights says "
                 "nothing of inputs. Use search.choices=joint, or another search, for example "
                 "search.name=fisher."
+            )
+        if self.descent.keep_reference == "on" and self.objective != "kl":
+            raise SearchConfigError(
+                f"search.descent.keep_reference=on with search.objective={self.objective}, which compares with no other "
+                "model: there is nothing to keep. Use search.objective=kl, or leave it out."
             )
         if self.transform == "learned":
             self._check_rotation()

@@ -11,9 +11,10 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 `dmx.numerics.continuous`.
 """
 
+import gc
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ from dmx.kernels.ops import actual_backend
 from dmx.models.checkpointing import checkpointing
 from dmx.models.experts import has_linear_experts
 from dmx.models.finite import first_not_finite, not_finite
-from dmx.models.graph import GraphedStep
+from dmx.models.graph import StepGraphs
+from dmx.models.reference import KeptReferences, Output, WholeLogits, output_of
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.models.sharding import is_sharded
 from dmx.models.streaming import stream_of
@@ -122,8 +124,13 @@ class DifferentiableSearch:
             layers = space.unit_of("weight")
             self.joint = JointWeights(model, layers, config.joint, config.steps, config.seed)
         self.uses_graph = self._decide_on_graph()
-        self._captured: tuple[int | None, GraphedStep] | None = None
-        """Rows that run at a time, and the step that does so."""
+        self._graphed = StepGraphs(self.uses_graph)
+        self.references = KeptReferences(descent.keep_reference, len(batches))
+        """Of the unquantized model, by batch, where the objective needs it."""
+        self.output: Output = WholeLogits(model)
+        """In which form."""
+        self._rows = self.micro.rows
+        """That graphs and references were made with."""
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -158,13 +165,61 @@ class DifferentiableSearch:
         """(U,) the hard choice, brought within the budget."""
         return project(self.space, self.budget, self.hard_choice(), self.preference())
 
-    def _reference(self, bank: Bank, tokens: Tensor) -> Tensor | None:
+    # --- the unquantized model -----------------------------------------------------------------
+
+    @property
+    def keeps_references(self) -> bool:
+        """Whether steps take from memory what the unquantized model gave."""
+        return self.references.keeps is True
+
+    def _decide_on_references(self, bank: Bank) -> None:
+        """Before the first step, which is captured with or without them."""
+        left = self.config.steps - self.step
+        if self.config.objective != "kl" or not self.references.may_keep(left):
+            return
+        bank.set_full()
+        tokens = self.processes.own_rows(self.batches[0]).to(self.device)
+        self.output = output_of(self.model, tokens, set(transformed_layers(self.space)))
+        size = len(tokens) * self.output.keep(tokens[:1]).nbytes
+        together = self.processes if is_sharded(self.model) else None
+        self.references.decide(size, left, self.device, together)
+
+    def _full_pass(self, bank: Bank, tokens: Tensor) -> tuple[Tensor]:
+        """What is kept of a batch; no synchronization."""
+        bank.set_full()
+        parts = [self.output.keep(part) for part in self.micro.parts(tokens)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts),)
+
+    def _kept_of(self, bank: Bank, index: int, tokens: Tensor) -> tuple[Tensor, ...]:
+        """What is kept of this process's rows of a batch; nothing where nothing is."""
+        if self._rows != self.micro.rows:
+            self._graphed.forget()
+            self.references.forget()
+            self._rows = self.micro.rows
+        if not self.keeps_references:
+            return ()
+
+        def make() -> Tensor:
+            (made,) = self._graphed("reference", partial(self._full_pass, bank), tokens)
+            return made
+
+        return (self.references.of(index, make, is_overwritten=self.uses_graph),)
+
+    def _parts(self, tokens: Tensor, kept: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        """Rows that run at a time, with what is kept of them."""
+        return zip(*map(self.micro.parts, (tokens, *kept)), strict=True)
+
+    def _reference(self, bank: Bank, tokens: Tensor, kept: tuple[Tensor, ...]) -> Tensor | None:
         """Logits of the unquantized model, where the objective needs them."""
         if self.config.objective != "kl":
             return None
+        if kept:
+            return self.output.logits(*kept)
         bank.set_full()
         with torch.no_grad():
             return model_logits(self.model, tokens)
+
+    # --- losses --------------------------------------------------------------------------------
 
     def _measure(
         self, bank: Bank, temperature: float, hard: np.ndarray, projected: np.ndarray
@@ -175,8 +230,8 @@ class DifferentiableSearch:
         @torch.no_grad()
         def measured() -> Tensor:
             losses = torch.zeros(len(LOSSES), device=self.device)
-            for part in self.micro.parts(tokens):
-                reference = self._reference(bank, part)
+            for part, *of_part in self._parts(tokens, self._kept_of(bank, 0, tokens)):
+                reference = self._reference(bank, part, tuple(of_part))
                 for index, choice in enumerate((None, hard, projected)):
                     if choice is None:
                         bank.set_soft(anneal(self.raw.detach(), temperature, self.family))
@@ -196,28 +251,36 @@ class DifferentiableSearch:
 
     # --- one step ------------------------------------------------------------------------------
 
-    def _gradient(self, bank: Bank, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+    def _gradient(
+        self, bank: Bank, tokens: Tensor, temperature: Tensor, *kept: Tensor
+    ) -> tuple[Tensor, ...]:
         """This process's [loss, penalty, soft average], gradient (U,), and gradient of the rotations
         where they are learned; no synchronization.
 
         Args:
             tokens: (batch, length) on the device. temperature: 0-d float32 on the device.
+            kept: of these rows, as `_kept_of`.
         """
         if self.joint is not None:
             self.joint.gradient.zero_()
-        parts = self.micro.parts(tokens)
         of_parts = [
-            self._gradient_of(bank, part, temperature, len(part) / len(tokens)) for part in parts
+            self._gradient_of(bank, part, temperature, len(part) / len(tokens), tuple(of_part))
+            for part, *of_part in self._parts(tokens, kept)
         ]
         if len(of_parts) == 1:
             return of_parts[0]
         return tuple(torch.stack(values).sum(0) for values in zip(*of_parts, strict=True))
 
     def _gradient_of(
-        self, bank: Bank, tokens: Tensor, temperature: Tensor, share: float
+        self,
+        bank: Bank,
+        tokens: Tensor,
+        temperature: Tensor,
+        share: float,
+        kept: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         """What `_gradient` gives, of rows that are this share of the batch, and the same share of the penalty."""
-        reference = self._reference(bank, tokens)
+        reference = self._reference(bank, tokens, kept)
         offsets = anneal(self.raw, temperature, self.family)
         bank.set_soft(offsets)
         loss = self._task_loss(tokens, reference)
@@ -228,21 +291,31 @@ class DifferentiableSearch:
         gradients = torch.autograd.grad(parts[0] + parts[1], [self.raw, *learned])
         return parts.detach(), *gradients
 
-    def _step(self, bank: Bank) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
-        """`_gradient` as it is, or in a CUDA graph where the config asks for it, captured anew where fewer rows run
-        at a time than before."""
+    def _step(self, bank: Bank) -> Callable[[int, Tensor, Tensor], tuple[Tensor, ...]]:
+        """`_gradient` of a batch by its index, rows and temperature; in a CUDA graph where the config asks for it,
+        captured anew where fewer rows run at a time than before."""
 
-        def step(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-            if not self.uses_graph:
-                return self._gradient(bank, tokens, temperature)
-            if self._captured is None or self._captured[0] != self.micro.rows:
-                self._captured = None  # its memory is free before the next capture
-                graph = GraphedStep(partial(self._gradient, bank), tokens, temperature)
-                self._captured = self.micro.rows, graph
-            return self._captured[1](tokens, temperature)
+        def step(index: int, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+            kept = self._kept_of(bank, index, tokens)
+            gradient = partial(self._gradient, bank)
+            return self._graphed("gradient", gradient, tokens, temperature, *kept)
 
-        def fitting(tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-            return self.micro.run(lambda: step(tokens, temperature), len(tokens))
+        def within_memory(*inputs: Any) -> tuple[Tensor, ...]:
+            try:
+                return step(*inputs)
+            except (MemoryError, RuntimeError) as error:
+                # Of common passes one process alone cannot begin again.
+                if is_sharded(self.model) or not self.references.give_up(error):
+                    raise
+            # Here, where nothing holds what the pass that failed had allocated.
+            self._graphed.forget()
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+            return step(*inputs)
+
+        def fitting(index: int, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+            return self.micro.run(lambda: within_memory(index, tokens, temperature), len(tokens))
 
         return fitting
 
@@ -308,7 +381,7 @@ class DifferentiableSearch:
         lr = schedule.learning_rate(config, self.step)
         batch = self.batches[batch_index]
         tokens = self.processes.own_rows(batch).to(self.device)
-        results = stepper(tokens, torch.full((), temperature, device=self.device))
+        results = stepper(batch_index, tokens, torch.full((), temperature, device=self.device))
         parts, gradient, *by_rotation = (self.processes.mean(value) for value in results)
         bad = ~gradient.isfinite()
         norm = gradient.norm()
@@ -474,6 +547,7 @@ class DifferentiableSearch:
             if self.joint is not None:
                 self.joint.attach(self.model)
             order = batch_order(len(self.batches), config.seed, self.step)
+            self._decide_on_references(bank)
             stepper = self._step(bank)
             while self.step < config.steps:
                 row = self.take_step(bank, stepper, next(order))

@@ -441,6 +441,7 @@ class _Job:
         its polish, which may be added to a search that has ended."""
         settings = asdict(self.config)
         del settings["descent"]["checkpoint_every"], settings["oom"]
+        del settings["descent"]["keep_reference"]  # changes no number
         settings["descent"]["path"] = self.config.paths  # what auto stands for
         del settings["rotation"]["file"]  # its content is in the transform's key
         if not with_polish:

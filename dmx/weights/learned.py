@@ -41,9 +41,10 @@ from dmx.models import check_searchable
 from dmx.models.checkpointing import checkpointing
 from dmx.models.experts import has_linear_experts
 from dmx.models.finite import check_finite_weights
-from dmx.models.graph import GraphedStep
+from dmx.models.graph import StepGraphs
 from dmx.models.linears import linear_layers, plain_model
 from dmx.models.memory import MicroBatch
+from dmx.models.reference import KeptReferences
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import is_sharded, refuse_pieces
@@ -56,8 +57,8 @@ from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
 from dmx.weights.learn_config import LearnConfig
-from dmx.weights.learned_blocks import MEMORY_SHARE, BlockLearning, BlockStates
 from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
+from dmx.weights.learned_blocks import BlockLearning, BlockStates
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
 from dmx.weights.learned_loss import objective_of
 from dmx.weights.learned_optimizer import STATES, AdamW
@@ -66,8 +67,6 @@ from dmx.weights.learned_scales import LearnedScales, with_block_scales
 STATE_FILE = "learning_state.safetensors"
 LOOK_EVERY = 10
 """Steps between looks at the losses on a GPU, each of which waits for the device."""
-HOST_MEMORY = 1 << 30
-"""Bytes that it may take on a CPU."""
 
 
 def measured_batches(learned: Sequence[Tensor], held: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -130,9 +129,8 @@ class _Learning:
         self.uses_graph = self._decide_on_graph()
         first = self._own(self.batches[0])
         self.objective = objective_of(self.model, first, set(self.masters.places))
-        self.references: dict[int, Tensor] = {}
-        self._keeps: bool | None = None
-        self._graphs: dict[str, GraphedStep] = {}
+        self.references = KeptReferences(config.keep_reference, len(self.batches))
+        self._graphed = StepGraphs(self.uses_graph)
         self._rows = self.micro.rows
         """That references and graphs were made with."""
 
@@ -157,18 +155,6 @@ class _Learning:
             raise RunError(f"learn.cuda_graph=on: {obstacle}. Use learn.cuda_graph=off.")
         return asked != "off" and not obstacle
 
-    def _keeps_references(self, one: Tensor) -> bool:
-        """Whether what one batch needs may be kept for all that come again."""
-        asked = self.config.keep_reference
-        if asked != "auto":
-            return asked == "on"
-        size = one.numel() * one.element_size() * len(self.batches)
-        on_gpu = self.device.type == "cuda"
-        room = MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0] if on_gpu else HOST_MEMORY
-        has_room = self.config.steps > len(self.batches) and size <= room
-        # Of common passes all processes run as many.
-        return self.processes.agree(lambda: has_room) if self.masters.rows else has_room
-
     def _reference(self, tokens: Tensor) -> tuple[Tensor]:
         """What the loss needs of the full-precision model."""
         self.bank.is_full = True
@@ -190,29 +176,25 @@ class _Learning:
         self.bank.forget()
         return (total,)
 
-    def _graphed(self, step: Callable[..., tuple[Tensor]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        """What a step gives, in a CUDA graph where the config asks for it."""
-        if not self.uses_graph:
-            return step(*inputs)
-        if step.__name__ not in self._graphs:
-            self._graphs[step.__name__] = GraphedStep(step, *inputs)
-        return self._graphs[step.__name__](*inputs)
-
     def _loss_of(self, index: int) -> Tensor:
         """Loss of a batch, 0-d float32; its gradient lies in `masters`."""
-        tokens = self._own(self.batches[index])
+        tokens, kept = self._own(self.batches[index]), self.references
+
+        def make() -> Tensor:
+            (reference,) = self._graphed("reference", self._reference, tokens)
+            if kept.keeps is None:
+                left = self.config.steps - self.step
+                together = self.processes if self.masters.rows else None
+                kept.decide(reference.nbytes, left, self.device, together)
+            return reference
 
         def run() -> Tensor:
             if self._rows != self.micro.rows:
-                self._graphs, self.references, self._rows = {}, {}, self.micro.rows
-            reference = self.references.get(index)
-            if reference is None:
-                (reference,) = self._graphed(self._reference, tokens)
-                if self._keeps is None:
-                    self._keeps = self._keeps_references(reference)
-                if self._keeps:  # a captured pass writes the next one over it
-                    self.references[index] = reference.clone() if self.uses_graph else reference
-            (loss,) = self._graphed(self._gradient, tokens, reference)
+                self._graphed.forget()
+                kept.forget()
+                self._rows = self.micro.rows
+            reference = kept.of(index, make, is_overwritten=self.uses_graph)
+            (loss,) = self._graphed("gradient", self._gradient, tokens, reference)
             return loss
 
         return self.micro.run(run, len(tokens))

@@ -28,6 +28,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import batch_order
 from dmx.errors import ModelError, RunError
 from dmx.kernels.losses import kl_loss
+from dmx.models.memory import room_to_keep
 from dmx.models.replay import PrefixReplay
 from dmx.processes import Processes
 from dmx.progress import progress
@@ -39,8 +40,6 @@ from dmx.weights.learned_optimizer import STATES, AdamW, warm_cosine
 from dmx.weights.traversal import Traversal
 
 STATE_FOLDER = "learning_state"
-MEMORY_SHARE = 0.25
-"""Of the free memory of a GPU that what is kept of the full-precision model may take, or of activations."""
 
 
 def block_loss(found: Tensor, wanted: Tensor) -> Tensor:
@@ -121,8 +120,7 @@ class BlockLearning:
         first = next(iter(self.weights.values()))
         width = getattr(self.model.config, "hidden_size", first.shape[1])
         size = 2 * tokens * width * first.element_size()
-        fits = size <= MEMORY_SHARE * torch.cuda.mem_get_info(self.device)[0]
-        return self.device if fits else torch.device("cpu")
+        return self.device if size <= room_to_keep(self.device) else torch.device("cpu")
 
     @torch.no_grad()
     def _through(self, block: int, hidden: Sequence[Tensor], bank: Bank | None) -> list[Tensor]:

@@ -12,9 +12,6 @@ A model whose logits are something else than the product of its head (scaled or 
 quantized itself) goes through whole logits.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +20,8 @@ from torch import Tensor, nn
 
 from dmx.kernels import ops
 from dmx.kernels.losses import kl_loss
+from dmx.models.reference import HeadInput, WholeLogits, output_of
 from dmx.models.running import model_logits
-from dmx.models.sharding import gather_outer
 
 CHUNK_BYTES = 1 << 28
 """Of the logits that exist at a time; twice, of both models."""
@@ -78,74 +75,33 @@ class Objective(Protocol):
 class LogitsKL:
     """For any model: whole logits."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, output: WholeLogits) -> None:
+        self.output = output
 
-    @torch.no_grad()
     def reference(self, tokens: Tensor) -> Tensor:
-        return model_logits(self.model, tokens)
+        return self.output.keep(tokens)
 
     def loss(self, tokens: Tensor, reference: Tensor) -> Tensor:
-        return kl_loss(model_logits(self.model, tokens), reference)
+        return kl_loss(model_logits(self.output.model, tokens), reference)
 
 
 class HeadKL:
-    """For models whose logits are the product of a head that is not quantized; `of` finds out."""
+    """For models whose logits are the product of a head that is not quantized."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear) -> None:
-        self.model, self.head = model, head
+    def __init__(self, output: HeadInput) -> None:
+        self.output = output
 
-    def _hidden(self, tokens: Tensor) -> Tensor:
-        with _without(self.head), warnings.catch_warnings():
-            # It fears that somebody writes into what the model returns.
-            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-            return model_logits(self.model, tokens)
-
-    @torch.no_grad()
     def reference(self, tokens: Tensor) -> Tensor:
-        return self._hidden(tokens)
+        return self.output.keep(tokens)
 
     def loss(self, tokens: Tensor, reference: Tensor) -> Tensor:
-        hidden = self._hidden(tokens).flatten(0, -2)
-        gather_outer(self.model)
-        weight, bias = self.head.weight, self.head.bias
+        hidden = self.output.hidden(tokens).flatten(0, -2)
+        weight, bias = self.output.weight_and_bias()
         result: Tensor = _HeadKL.apply(hidden, reference.flatten(0, -2), weight, bias)
         return result
 
-    @torch.no_grad()
-    def is_exact(self, tokens: Tensor) -> bool:
-        """Whether the logits are the head's product, bit for bit."""
-        hidden = self._hidden(tokens)
-        logits = model_logits(self.model, tokens)
-        gather_outer(self.model)
-        same_rows = hidden.shape[:-1] == logits.shape[:-1]
-        return same_rows and torch.equal(self.head(hidden), logits)
-
-
-@contextmanager
-def _without(head: nn.Module) -> Iterator[None]:
-    """The head gives its input, inside."""
-    own = head.__dict__.get("forward")  # as accelerate's hooks give it
-    head.forward = lambda x: x
-    try:
-        yield
-    finally:
-        del head.forward
-        if own is not None:
-            head.forward = own
-
 
 def objective_of(model: nn.Module, tokens: Tensor, layers: set[str]) -> Objective:
-    """The cheaper form where it is exact.
-
-    Args:
-        model: in full precision. tokens: (rows, length) to find out on. layers: that are quantized.
-    """
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
-    names = {name for name, module in model.named_modules() if module is head}
-    if type(head) is nn.Linear and not names & layers:
-        candidate = HeadKL(model, head)
-        if candidate.is_exact(tokens[:1]):
-            return candidate
-    return LogitsKL(model)
+    """The cheaper form where it is exact; arguments as of `output_of`."""
+    output = output_of(model, tokens, layers)
+    return HeadKL(output) if isinstance(output, HeadInput) else LogitsKL(output)

@@ -35,7 +35,7 @@ _NEVER = (
     "name", "seed", "family", "units", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
     "descent.path",
     "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
-    "descent.checkpoint_every",
+    "descent.checkpoint_every", "descent.keep_reference",
 )  # fmt: skip
 """Settings that the method's own fields tell, or that change no result."""
 

@@ -72,6 +72,8 @@ class Measured(Facts):
     search_seconds: float | None
     search_mib: float | None
     graph: bool | None
+    keeps_reference: bool | None = None
+    """Null in older records: no."""
     plain_seconds: float | None = None
     plain_mib: float | None = None
     total_seconds: float | None = None
@@ -79,7 +81,7 @@ class Measured(Facts):
     @property
     def is_fitted(self) -> bool:
         """Whether the one-card model describes it."""
-        return self.way == "alone" and self.graph is True
+        return self.way == "alone" and self.graph is True and not self.keeps_reference
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,10 @@
     torchrun --nproc_per_node 2 -m scripts.benchmarks.growth --json growth_h200_2.json --seconds 150
     python -m scripts.benchmarks.growth --device cpu --tiny --json growth.json
 
-Random bf16 weights, made on the device; objective=kl. One process measures beside each search step the plain step of
-`benchmarks/steps.py`, and once for each model a search step without its CUDA graph. Several processes measure weights
-whole in each, and sharded (FSDP2), rows of a batch split; seconds and memory are those of the process that has most.
+Random bf16 weights, made on the device; objective=kl, whose reference runs in each step, as for batches that come once.
+One process measures beside each search step the plain step of `benchmarks/steps.py`, and once for each model a search
+step without its CUDA graph. Several processes measure weights whole in each, and sharded (FSDP2), rows of a batch
+split; seconds and memory are those of the process that has most.
 
 The record is written after each row, and no row is begun after --seconds. Models stand in an order in which a run that is cut
 has the smallest and the largest.
@@ -40,7 +41,7 @@ from scripts.benchmarks.shapes import (
     Shape,
     make_tokens,
 )
-from scripts.benchmarks.steps import REPEATS, compare_steps, run_search
+from scripts.benchmarks.steps import KL, REPEATS, compare_steps, run_search
 
 SHAPES = (LLAMA_1B, LLAMA_8B, SMOLLM2, LLAMA_3B, SMOLLM2_360M)
 ALONE = ((1, 1024), (2, 1024), (8, 1024), (2, 4096))
@@ -48,7 +49,6 @@ ALONE = ((1, 1024), (2, 1024), (8, 1024), (2, 4096))
 TOGETHER = ((2, 1024), (8, 1024))
 ASKED = (LLAMA_8B, LLAMA_70B, LLAMA_405B)
 """What the page predicts."""
-KL = {"objective": "kl"}
 Rows = Iterator[dict[str, Any]]
 
 
@@ -78,6 +78,7 @@ def together(model: nn.Module, shape: Shape, processes: Processes, device: str, 
             "search_seconds": seconds,
             "search_mib": mib,
             "graph": ran["graph"],
+            "keeps_reference": ran["keeps_reference"],
         }
 
 

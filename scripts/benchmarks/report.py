@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.benchmarks.targets import targets
+from scripts.benchmarks.targets import settings_text, targets
 
 
 def milli(seconds: float | None) -> str:
@@ -35,11 +35,6 @@ def table(header: str, body: list[list[str]]) -> list[str]:
         *("| " + " | ".join(row) + " |" for row in body),
         "",
     ]
-
-
-def settings_text(settings: dict[str, Any]) -> str:
-    text = settings["objective"].replace("_", " ")
-    return text + (", checkpointing" if settings.get("gradient_checkpointing") else "")
 
 
 def steps_table(rows: list[dict[str, Any]]) -> list[str]:
@@ -72,7 +67,8 @@ def totals_table(rows: list[dict[str, Any]]) -> list[str]:
                 r["model"],
                 str(r["steps"]),
                 f"{r['rows']} x {r['length']}",
-                r.get("objective", "cross_entropy").replace("_", " "),
+                r.get("objective", "cross_entropy").replace("_", " ")
+                + (", reference kept" if r.get("keeps_reference") else ""),
                 f"{r['total_seconds']:.1f}",
                 milli(r["search_seconds"]),
                 whole(r["search_mib"]),

@@ -29,7 +29,7 @@ SEARCHES = {
     "kl": {"transform": "hadamard_block"},
     "fisher": {},
     "aumann_shapley": {},
-    "differentiable": {"steps": 2, "objective": "kl", "descent": DESCENT},
+    "differentiable": {"steps": 3, "objective": "kl", "descent": DESCENT},
     "random": {"polish": PolishConfig(rounds=1, batches=1)},
     "weight_mse": {"family": ["nvfp4", "mxfp8_e4m3"]},  # looks at inputs
 }

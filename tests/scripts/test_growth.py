@@ -42,7 +42,7 @@ def test_a_run_that_is_cut_leaves_its_rows_and_what_a_fit_needs(tmp_path, monkey
     first, second = record["rows"]
     assert first["way"] == "alone" and (first["rows"], first["length"]) == (2, 32)
     assert first["search_seconds"] > 0 and first["plain_seconds"] > 0
-    assert second["settings"] == {"objective": "kl", "cuda_graph": "off"}
+    assert second["settings"] == {"objective": "kl", "keep_reference": "off", "cuda_graph": "off"}
     parameters = first["quantized"] + first["outer"]
     assert first["weights_mib"] * growth.MIB == pytest.approx(4 * parameters, rel=0.01)
     assert first["quantized"] == search_space(make_model(TINY, "cpu"), SearchConfig()).total_weight

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,10 +22,12 @@ from dmx.assignment.space import build_space
 from dmx.data import DataConfig, encode, load_text, token_batches
 from dmx.errors import DmxError, FormatError, ModelError, RunError
 from dmx.formats import FAMILIES, get_family
+from dmx.models.reference import KeptReferences
 from dmx.models.running import is_purely_causal
 from dmx.searching import search_space, uniform_assignment
-from dmx.searching.differentiable import STATE_FILE
+from dmx.searching.differentiable import LOSSES, STATE_FILE, DifferentiableSearch
 from dmx.searching.result import SearchResult
+from tests.graphs import Imitation
 from tests.settings import search_config
 
 
@@ -362,10 +365,96 @@ def test_a_search_that_died_goes_on_to_the_same_numbers(options, tiny, tmp_path)
     for after in (3, 20, 33):
         folder = tmp_path / f"died-{after}"
         search_and_die(model, batches, config, folder, after)
+        if (
+            after == 20
+        ):  # what is kept of the unquantized model is not in the state, and changes nothing
+            config = replace(config, descent=replace(config.descent, keep_reference="off"))
         resumed = dmx.search(model, batches, Budget(5.0), config, folder=folder)
         assert resumed.assignment == whole.assignment
         assert numbers(resumed.history) == numbers(whole.history)
         np.testing.assert_array_equal(resumed.raw_offsets, whole.raw_offsets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch": 1, "transform": "hadamard_block"},
+        {"transform": "learned", "include_lm_head": True},
+        {"name": "joint", "penalty": "exact"},
+    ],
+    ids=str,
+)
+def test_a_kept_reference_saves_passes_and_changes_no_number(options, tiny, monkeypatch):
+    model, batches = tiny
+    monkeypatch.setattr(Imitation, "made", 0)
+    monkeypatch.setattr("dmx.models.graph.GraphedStep", Imitation)
+    passes, found = [], {}
+    handle = model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    for keep, is_captured in (("off", False), ("auto", False), ("on", True)):
+        passes.clear()
+        monkeypatch.setattr(DifferentiableSearch, "_decide_on_graph", lambda _, on=is_captured: on)
+        asked = {"steps": 5, "objective": "kl", "raw_start": 1.0, "evaluate_every": 100}
+        config = search_config(**asked | options, keep_reference=keep)
+        result = dmx.search(model, batches, Budget(5.0), config)
+        rows = numbers(result.history), result.raw_offsets.tolist()
+        found[keep] = *rows, passes.count(False)
+    handle.remove()
+    assert found["on"][:2] == found["auto"][:2] == found["off"][:2]
+    assert Imitation.made == 2
+    # Five steps and two measurements run it anew; kept, three batches once and a look at its form.
+    parts = len(batches[0]) // (options.get("micro_batch") or len(batches[0]))
+    look = 1 if "include_lm_head" in options else 3
+    assert found["off"][2] - found["auto"][2] == (5 + 2 - 3) * parts - look
+
+
+def test_a_reference_is_kept_where_it_pays_and_fits_and_let_go_of_where_memory_ends(
+    tiny, monkeypatch
+):
+    model, batches = tiny
+    kept, decide, step = [], KeptReferences.decide, DifferentiableSearch._gradient
+
+    def searched(**options):
+        kept.clear()
+        config = search_config(steps=4, objective="kl", raw_start=1.0, **options)
+        return numbers(dmx.search(model, batches, Budget(5.0), config).history)
+
+    def decided(self, *given):
+        decide(self, *given)
+        kept.append(self)
+
+    monkeypatch.setattr(KeptReferences, "decide", decided)
+    expected = searched(keep_reference="off")
+    assert not kept
+    assert searched() == expected and kept[0].keeps and len(kept[0]._kept) == 3
+    monkeypatch.setattr("dmx.models.memory.HOST_MEMORY", 3 * 2 * 32 * 64 * 4 - 1)
+    assert searched() == expected and not kept[0].keeps
+    assert searched(keep_reference="on") == expected and kept[0].keeps
+    monkeypatch.undo()
+    monkeypatch.setattr(KeptReferences, "decide", decided)
+
+    def short(self, *given):
+        if self.keeps_references and self.step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, *given)
+
+    monkeypatch.setattr(DifferentiableSearch, "_gradient", short)
+    assert searched() == expected and not kept[0].keeps
+    with pytest.raises(torch.OutOfMemoryError):
+        searched(keep_reference="on")
+
+
+@pytest.mark.gpu
+def test_a_captured_step_takes_a_kept_reference_to_the_same_losses(tiny):
+    model, batches = copy.deepcopy(tiny[0]).cuda().bfloat16(), tiny[1]
+    found = []
+    for keep in ("off", "on"):
+        # Offsets that stay where they are: gradients on a GPU need not add up in one order.
+        fixed = {"steps": 8, "lr": 0.0, "raw_start": 1.0, "objective": "kl", "evaluate_every": 4}
+        config = search_config(**fixed, cuda_graph="on", keep_reference=keep)
+        result = dmx.search(model, batches, Budget(5.0), config)
+        found.append([[row[k] for k in ("loss", *LOSSES)] for row in result.history])
+    assert found[0] == found[1]
+    assert len({row[0] for row in found[0]}) == len(batches)
 
 
 @pytest.mark.gpu
@@ -454,6 +543,7 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ({"name": "kll"}, r"search\.name='kll'.*Did you mean 'kl'.*uniform, random, kl"),
         ({"family": "mxfp6_mxfp5"}, r"search\.family='mxfp6_mxfp5' is no.*Did you mean"),
         ({"family": None}, r"search\.family=None is no format family.*Allowed"),
+        ({"keep_reference": "on"}, r"keep_reference=on with search\.objective=cross_entropy.*=kl"),
         ({"objective": "mse"}, r"search\.objective='mse'.*cross_entropy, kl"),
         ({"penalty": "hing"}, r"search\.descent\.penalty='hing'.*Did you mean 'hinge'"),
         ({"lr_schedule": "linear"}, r"search\.descent\.lr_schedule='linear'.*constant, cosine"),

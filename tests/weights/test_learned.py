@@ -19,6 +19,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, DataError, FormatError, ModelError, RunError
 from dmx.formats import FP8, MXFP4, NVFP4, SCALE_RULES
 from dmx.models.experts import install_experts
+from dmx.models.graph import GraphedStep
 from dmx.numerics import fake_quant
 from dmx.numerics.moments import random_bits, round_stochastically, step_keys
 from dmx.weights import learned
@@ -28,6 +29,7 @@ from dmx.weights.learned_layers import Masters
 from dmx.weights.learned_loss import HeadKL, LogitsKL, _HeadKL, objective_of
 from dmx.weights.learned_optimizer import AdamW
 from tests.forked import Forked
+from tests.graphs import Imitation
 from tests.mixtures import mixture
 from tests.weights.helpers import mixed, text_batches, uniform
 
@@ -342,25 +344,6 @@ def test_a_step_is_captured_where_it_can_be_and_nobody_said_off(
         assert decided("on") is True
 
 
-class Imitation:
-    """What `GraphedStep` does with memory, on a CPU: inputs and results have one place each, written over by
-    every call."""
-
-    made = 0
-
-    def __init__(self, step, *inputs):
-        self.step, self.inputs = step, [value.clone() for value in inputs]
-        self.results = tuple(result.clone() for result in step(*self.inputs))
-        Imitation.made += 1
-
-    def __call__(self, *inputs):
-        for kept, given in zip(self.inputs, inputs, strict=True):
-            kept.copy_(given)
-        for kept, result in zip(self.results, self.step(*self.inputs), strict=True):
-            kept.copy_(result)
-        return self.results
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -381,7 +364,7 @@ def test_captured_steps_that_write_over_their_results_learn_the_same(
     expected = learn_weights(tiny_random.model, assignment, BATCHES, config)
     assert expected.weights["cuda_graph"] == "off"
     monkeypatch.setattr(Imitation, "made", 0)
-    monkeypatch.setattr(learned, "GraphedStep", Imitation)
+    monkeypatch.setattr("dmx.models.graph.GraphedStep", Imitation)
     monkeypatch.setattr(learned._Learning, "_decide_on_graph", lambda self: True)
     found = learn_weights(tiny_random.model, assignment, BATCHES, config)
     assert Imitation.made == 2 and found.weights["cuda_graph"] == "on"
@@ -401,7 +384,7 @@ def test_a_captured_step_gives_the_loss_and_gradient_of_a_plain_one(
     def both_ways(self, *rest):
         batches = [self._own(batch) for batch in self.batches[:2]]
         results = {}
-        for name, wrap in (("plain", lambda step, *_: step), ("captured", learned.GraphedStep)):
+        for name, wrap in (("plain", lambda step, *_: step), ("captured", GraphedStep)):
             refer = wrap(self._reference, batches[0])
             wanted = [refer(batch)[0].clone() for batch in batches]
             step = wrap(self._gradient, batches[0], wanted[0])
