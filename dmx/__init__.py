@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dmx.weights.gptq import gptq
     from dmx.weights.learn_config import LearnConfig
     from dmx.weights.learned import learn_weights
+    from dmx.weights.local_hessian import local_hessian
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "kl_divergence",
     "learn_weights",
     "load_exported",
+    "local_hessian",
     "perplexity",
     "quantize",
     "restore",
@@ -68,6 +70,7 @@ _HOMES = {
     "weights.gptq": ("gptq",),
     "weights.learn_config": ("LearnConfig",),
     "weights.learned": ("learn_weights",),
+    "weights.local_hessian": ("local_hessian",),
 }
 """Module -> its public names, as above; a test holds the two together."""
 _HOME_OF = {name: f"dmx.{module}" for module, names in _HOMES.items() for name in names}

@@ -48,14 +48,13 @@ class CompareRun(settings.SearchingRun):
     safety: str
     """off | calibrated: mor's safety net around every searched assignment, as a row of its own."""
     weights: list[str]
-    """nearest, mse, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
+    """nearest, mse, local_hessian, gptq, learned: what becomes of the weights of every searched assignment, each a row."""
 
     def __post_init__(self) -> None:
         check_choice(self.safety, settings.SAFETY, "safety")
         settings.check_some("weights", self.weights, WEIGHTS)
         settings.check_each("baselines", self.baselines, settings.BASELINES[:2])
-        if "learned" in self.weights:
-            self.learn.check_formats(self.search.formats_of("weight"))
+        self.check_formats(self.weights)
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds
         )

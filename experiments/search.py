@@ -38,7 +38,7 @@ class SearchRun(SearchingRun):
     """Time a plain training step first, say how long the run will take here, and count its work in
     such steps."""
     weights: str
-    """nearest | mse | gptq | learned: every searched assignment is measured a second time, with such
+    """nearest | mse | local_hessian | gptq | learned: every searched assignment is measured a second time, with such
     weights."""
     baseline_weights: str
     """same | nearest: whether the assignments of heuristics get `weights` as well."""
@@ -47,8 +47,7 @@ class SearchRun(SearchingRun):
         check_choice(self.weights, WEIGHTS, "weights")
         check_choice(self.baseline_weights, BASELINE_WEIGHTS, "baseline_weights")
         check_each("baselines", self.baselines, BASELINES)
-        if self.weights == "learned":
-            self.learn.check_formats(self.search.formats_of("weight"))
+        self.check_formats([self.weights])
         self.check_memory([self.search.name], [self.weights])
         if self.pace:
             self.run.check_whole("pace=true, which times a plain step,")

@@ -125,6 +125,11 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
     name = stage["name"]
     if name == "mse":
         return "Weights rounded to nearest, each block with the scale of least squared error."
+    if name == "local_hessian":
+        return (
+            "Weights rounded to nearest, each block with the scale of least squared error in what its layer gives on "
+            f"{stage.get('tokens', 0):,} tokens."
+        )
     if name == "learned_scales":
         return f"Weights rounded to nearest, with block scales learned on {stage.get('tokens', 0):,} tokens."
     made = "learned under these formats" if name == "learned" else f"rounded by {name.upper()}"

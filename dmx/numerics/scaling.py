@@ -112,6 +112,14 @@ def mse_candidates(
         exponent int32 (...); quantized values (..., n) float32; their squared error (...) float32, in units
         of the square of the floor rule's scale.
     """
+    for exponent, values, error in scale_candidates(blocks, element):
+        yield exponent, values, sum_by_pairs(error.square())
+
+
+def scale_candidates(
+    blocks: Tensor, element: ElementFormat
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """As `mse_candidates`, with the error (..., n) of each value, in units of the floor rule's scale."""
     floor = amax_to_scale_exponent(blocks.abs().amax(-1), element)
     # In units of the floor scale squares neither overflow nor vanish where they matter.
     unit = exact_power_of_two(floor)[..., None]
@@ -120,7 +128,7 @@ def mse_candidates(
         exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
         step = exact_power_of_two(exponent - floor)[..., None]
         rounded = round_to_element(x / step, element) * step
-        yield exponent, rounded * unit, sum_by_pairs((x - rounded).square())
+        yield exponent, rounded * unit, x - rounded
 
 
 def sum_by_pairs(x: Tensor) -> Tensor:

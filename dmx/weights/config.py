@@ -1,13 +1,16 @@
-"""What becomes of the weights after the search, and how GPTQ calibrates."""
+"""What becomes of the weights after the search, and how the stages that round on data calibrate."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dmx.errors import RunError
+from dmx.formats import BlockFormat, Format
 
-WEIGHTS = ("nearest", "mse", "gptq", "learned")
+WEIGHTS = ("nearest", "mse", "local_hessian", "gptq", "learned")
 """What `weights` may say: nearest leaves them to the format and its scale rule, mse takes that rule for all
-of them, gptq rounds them on calibration data, learned trains them under their formats."""
+of them, local_hessian chooses among the scales of mse on calibration data, gptq rounds on these, learned trains them
+under their formats."""
 
 
 @dataclass(kw_only=True)
@@ -26,8 +29,42 @@ class GptqConfig:
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
-        if self.batches is not None and self.batches < 1:
-            raise RunError(f"gptq.batches={self.batches} must be at least 1, or null for all")
+        _check_batches("gptq", self.batches)
+
+
+@dataclass(kw_only=True)
+class LocalHessianConfig:
+    """How local_hessian calibrates; used where `weights` says it."""
+
+    inputs: bool = True
+    """Calibrate on quantized inputs, as W+A runs; false = on full-precision inputs, as W runs."""
+    batches: int | None = 32
+    """Calibration batches, the first so many; null = all."""
+
+    def __post_init__(self) -> None:
+        _check_batches("local_hessian", self.batches)
+
+
+def _check_batches(stage: str, batches: int | None) -> None:
+    if batches is not None and batches < 1:
+        raise RunError(f"{stage}.batches={batches} must be at least 1, or null for all")
+
+
+def check_local_hessian(formats: Iterable[Format]) -> None:
+    """Refuse formats that weights may have and that have no power of two for each block.
+
+    Args:
+        formats: layers in BF16 stay as they are.
+
+    Raises:
+        RunError: one is no MX format.
+    """
+    for other in formats:
+        if isinstance(other, BlockFormat) and not other.is_mx:
+            raise RunError(
+                f"weights=local_hessian, and weights may be in {other}: only MX formats have a power of two for each "
+                "block to choose. Use weights=mse or gptq, or search.family and search.fixed of MX formats."
+            )
 
 
 def check_damping(damping: float) -> None:

@@ -62,7 +62,7 @@ class Traversal:
         )
         if not chained:
             raise ModelError(
-                f"{type(self.model).__name__} cannot be walked block by block (weights=gptq, "
+                f"{type(self.model).__name__} cannot be walked block by block (weights=gptq, local_hessian, "
                 "learn.block_steps): its blocks do not each take the output of the one before as their "
                 "first argument. Use weights=nearest, or learn.block_steps=0."
             )

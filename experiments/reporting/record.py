@@ -103,7 +103,12 @@ def _family_text(name: str | None) -> str:
 
 
 def _weights_text(name: str) -> str:
-    return {"learned": "learned weights", "learned_scales": "learned scales"}.get(name, name)
+    shown = {
+        "local_hessian": "local Hessian",
+        "learned": "learned weights",
+        "learned_scales": "learned scales",
+    }
+    return shown.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ class Method(Stored):
     )
     """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
-    """What became of the weights after the choice: nearest | mse | gptq | learned | learned_scales"""
+    """What became of the weights after the choice: nearest | mse | local_hessian | gptq | learned |
+    learned_scales"""
     stage: str = dimension("", label=str, join=", ", title=str)
     """What that stage did otherwise than usual (`stages.stage_text`)."""
     net: bool = dimension(False, label=lambda _: "net")

@@ -8,11 +8,11 @@ step saw, where it differs from what most of the records that stand together hav
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dmx.weights.config import GptqConfig
+from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.learn_config import LearnConfig
 
 from .record import Record, Row, TextFacts
@@ -29,9 +29,11 @@ def stage_text(facts: Mapping[str, Any] | None) -> str:
         facts: what an assignment says of its weights; those that an older version did not say are as usual.
     """
     name = None if facts is None else facts.get("name")
-    if facts is None or (name != "gptq" and name not in LEARNED):
+    if facts is None or (name not in _ROUNDED and name not in LEARNED):
         return ""
-    said = _gptq_said(facts) if name == "gptq" else _learned_said(facts, LEARNED[str(name)])
+    said = (
+        _ROUNDED[str(name)](facts) if name in _ROUNDED else _learned_said(facts, LEARNED[str(name)])
+    )
     return ", ".join(text for text, is_unusual in said.items() if is_unusual)
 
 
@@ -61,15 +63,28 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     return said
 
 
-def _gptq_said(facts: Mapping[str, Any]) -> dict[str, bool]:
-    usual = GptqConfig()
-    damping, batches = facts.get("damping", usual.damping), facts.get("batches", usual.batches)
+def _calibrated_said(
+    facts: Mapping[str, Any], usual: GptqConfig | LocalHessianConfig
+) -> dict[str, bool]:
+    batches = facts.get("batches", usual.batches)
     return {
-        f"damping {damping:g}": damping != usual.damping,
         _FULL_INPUTS: not facts.get("inputs", True),
         "inputs corrected": bool(facts.get("correct_inputs")),
         f"{batches} batches": batches != usual.batches,
     }
+
+
+def _gptq_said(facts: Mapping[str, Any]) -> dict[str, bool]:
+    usual = GptqConfig()
+    damping = facts.get("damping", usual.damping)
+    return {f"damping {damping:g}": damping != usual.damping, **_calibrated_said(facts, usual)}
+
+
+_ROUNDED: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
+    "gptq": _gptq_said,
+    "local_hessian": lambda facts: _calibrated_said(facts, LocalHessianConfig()),
+}
+"""Stage that rounds on calibration data -> what is to be said of it."""
 
 
 # --- the text that was learned from ----------------------------------------------------------------

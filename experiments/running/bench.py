@@ -31,10 +31,11 @@ from dmx.models import ModelConfig, load_model, max_positions
 from dmx.models.streaming import in_bytes, stream_of
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
-from dmx.weights.config import GptqConfig
+from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
+from dmx.weights.local_hessian import local_hessian
 
 from ..reporting.record import ModelFacts, Row
 from .measuring import measure_losses, measure_tasks
@@ -80,6 +81,7 @@ class Bench:
         safety: str = "off",
         weights: Sequence[str] = ("nearest",),
         gptq: GptqConfig | None = None,
+        local_hessian: LocalHessianConfig | None = None,
         learn: LearnConfig | None = None,
         training: CalibrationConfig | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class Bench:
         self._model_config = model
         self.measured, self.safety = measured or EvalConfig(), safety
         self.weights, self.gptq, self.learn = weights, gptq or GptqConfig(), learn or LearnConfig()
+        self.local_hessian = local_hessian or LocalHessianConfig()
         self.training = training
         # Texts first: a missing file must show before a model is loaded.
         text = load_text(data.evaluation) if self.measured.perplexity else None
@@ -166,6 +169,7 @@ class Bench:
             calibration=config.calibration,
             weights=weights,
             gptq=config.gptq,
+            local_hessian=config.local_hessian,
             learn=config.learn,
             training=training,
             **options,
@@ -277,8 +281,9 @@ class Bench:
     def _changed(
         self, stage: str, stem: str, found: Make, seed: int
     ) -> tuple[Assignment, dict[str, Any]]:
-        """What a search found with the scales of its weights by least squared error, with its weights
-        rounded by GPTQ, or learned. What a stopped stage goes on from is kept in a folder meanwhile."""
+        """What a search found with the scales of its weights by least squared error, of weights or of what layers
+        give, with its weights rounded by GPTQ, or learned. What a stopped stage goes on from is kept in a folder
+        meanwhile."""
         nearest, folder = self._saved(f"{stem}.json", found), self.run.path(f"{stem}.{stage}")
         if stage == "mse":
             mse = nearest.with_rule("weight", "mse")
@@ -290,6 +295,11 @@ class Bench:
                 self.model, nearest, self.batches(seed)[: self.gptq.batches],
                 damping=self.gptq.damping, inputs=self.gptq.inputs,
                 correct_inputs=self.gptq.correct_inputs, folder=folder,
+            )  # fmt: skip
+        elif stage == "local_hessian":
+            done = local_hessian(
+                self.model, nearest, self.batches(seed)[: self.local_hessian.batches],
+                inputs=self.local_hessian.inputs, folder=folder,
             )  # fmt: skip
         else:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)

@@ -207,7 +207,7 @@ class Pace:
         self.unknown = [
             name for name, asked in (
                 ("the polish", plan.search.polish.rounds > 0),
-                ("rounding the weights", plan.weights == "gptq"),
+                ("rounding the weights", plan.weights in ("gptq", "local_hessian")),
                 ("selecting inputs", plan.search.transform == "hadamard_selected"),
             ) if asked
         ]  # fmt: skip

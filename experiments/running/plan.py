@@ -172,7 +172,7 @@ class SearchPlan:
     baselines: Sequence[str]
     """bf16, uniform (every MX format) or names of MX formats, heuristics."""
     weights: str
-    """nearest | mse | gptq | learned"""
+    """nearest | mse | local_hessian | gptq | learned"""
     baseline_weights: str
     """Of `BASELINE_WEIGHTS`: whether heuristics get `weights`, too."""
     quantized: Sequence[str]

@@ -17,7 +17,7 @@ from dmx.models import ModelConfig
 from dmx.models.streaming import MEMORIES
 from dmx.processes import launched_sharded, started_together
 from dmx.searching import SearchSettings
-from dmx.weights.config import GptqConfig
+from dmx.weights.config import GptqConfig, LocalHessianConfig, check_local_hessian
 from dmx.weights.learn_config import LearnConfig
 
 from ..reporting.record import HEURISTICS, QUANTIZED
@@ -233,6 +233,7 @@ class SearchingRun:
     calibration: CalibrationConfig
     evaluation: EvaluationConfig
     gptq: GptqConfig
+    local_hessian: LocalHessianConfig
     learn: LearnConfig
     training: TrainingConfig
     """Batches of `data.training`, for weights that learn, after a search or in it (search.name=joint)."""
@@ -258,6 +259,13 @@ class SearchingRun:
             self.search.check_by_block(searches)
             if "learned" in weights:
                 self.learn.check_by_block()
+
+    def check_formats(self, weights: Collection[str]) -> None:
+        """Raise RunError where the search may choose formats that these stages of the weights cannot take."""
+        if "learned" in weights:
+            self.learn.check_formats(self.search.formats_of("weight"))
+        if "local_hessian" in weights:
+            check_local_hessian(self.search.formats_of("weight"))
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

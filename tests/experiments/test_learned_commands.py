@@ -25,7 +25,8 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
         "search.steps=3",
         "budgets=[4.7]",
         "baselines=[]",
-        "weights=[nearest,mse,learned]",
+        "weights=[nearest,mse,local_hessian,learned]",
+        "local_hessian.batches=2",
         "learn.held_batches=1",
         "seeds=2",
     ]
@@ -33,10 +34,12 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert code == 0, err
     record = record_of(tmp_path / "run")
     rows = record.rows
-    ends = ["", " + mse", " + learned weights, 4 steps, lr 0.001, warm-up 1, held batches 1"]
-    assert [r.label for r in rows[:6]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
-    assert len(rows) == 12 and all(len({r.nll for r in rows[i : i + 3]}) == 3 for i in (0, 3, 6, 9))
-    assert len({r.method.kind for r in rows}) == 3, "compared with equal weights alone"
+    ends = ["", " + mse", " + local Hessian, 2 batches"]
+    ends.append(" + learned weights, 4 steps, lr 0.001, warm-up 1, held batches 1")
+    assert [r.label for r in rows[:8]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
+    assert len(rows) == 16
+    assert all(len({r.nll for r in rows[i : i + 4]}) == 4 for i in (0, 4, 8, 12))
+    assert len({r.method.kind for r in rows}) == 4, "compared with equal weights alone"
     mse = Assignment.load(tmp_path / "run" / rows[1].assignment)
     assert set(mse.scale_rules["weight"].values()) == {"mse"} and mse.weights == {"name": "mse"}
     assert set(mse.scale_rules["input"].values()) == {"floor"}
@@ -157,6 +160,10 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
         (
             ("learn.train=scales", DEFAULT_RATE, "+search.fixed={*.o_proj: fp8}"),
             "learn.train=scales, and the search may choose fp8: only MX formats",
+        ),
+        (
+            ("weights=[local_hessian]", "search.family=[nvfp4,fp8]"),
+            "weights=local_hessian, and weights may be in nvfp4: only MX formats",
         ),
     ],
 )
