@@ -132,6 +132,8 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
         )
     if name == "learned_scales":
         return f"Weights rounded to nearest, with block scales learned on {stage.get('tokens', 0):,} tokens."
+    if name == "learned_rounding":
+        return f"Weights rounded up or down as learned on {stage.get('tokens', 0):,} tokens."
     made = "learned under these formats" if name == "learned" else f"rounded by {name.upper()}"
     return f"Weights {made} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
 

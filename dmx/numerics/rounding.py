@@ -37,9 +37,14 @@ def round_to_element(x: Tensor, element: ElementFormat) -> Tensor:
 
 def unclamped_round(x: Tensor, element: ElementFormat) -> Tensor:
     """As `round_to_element`, on a grid that goes on beyond the largest normal."""
-    exponent = float_exponent(x).clamp(min=element.emin, max=element.emax)
-    step = exact_power_of_two(exponent - element.mantissa_bits)
+    step = grid_step(x, element)
     return torch.round(x / step) * step
+
+
+def grid_step(x: Tensor, element: ElementFormat) -> Tensor:
+    """Distance of neighbouring values of the grid of `unclamped_round` at float32 x."""
+    exponent = float_exponent(x).clamp(min=element.emin, max=element.emax)
+    return exact_power_of_two(exponent - element.mantissa_bits)
 
 
 def element_to_codes(value: Tensor, element: ElementFormat) -> Tensor:

@@ -14,6 +14,13 @@ from dmx.weights.learned_optimizer import STATES, warm_cosine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+IDLE = {
+    "weights": ("scale_lr",),
+    "scales": ("lr", "masters", "block_steps"),
+    "rounding": ("scale_lr", "lr", "warmup", "max_norm", "masters", "optimizer_state"),
+}
+"""What may learn -> settings that it does not use."""
+
 
 @dataclass(kw_only=True)
 class LearnConfig:
@@ -26,7 +33,8 @@ class LearnConfig:
     `learned_blocks`. Only one block has masters and moments at a time."""
     train: str = "weights"
     """weights | scales: weights stay, and each block of them chooses among the scales of the rule `mse`; for MX
-    formats (`dmx.weights.learned_scales`)."""
+    formats (`dmx.weights.learned_scales`). rounding: weights stay, and each learns block by block which neighbour it is
+    rounded to; likewise (`dmx.weights.learned_rounding`)."""
     lr: float = 2e-4
     """Highest rate of AdamW."""
     scale_lr: float = 0.1
@@ -61,7 +69,7 @@ class LearnConfig:
     """Steps between checkpoints, where a folder is given; a Ctrl-C leaves one, too."""
 
     def __post_init__(self) -> None:
-        check_choice(self.train, ("weights", "scales"), "learn.train")
+        check_choice(self.train, tuple(IDLE), "learn.train")
         check_choice(self.masters, tuple(DTYPES), "learn.masters")
         check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
         check_choice(self.oom, OOM, "learn.oom")
@@ -94,14 +102,23 @@ class LearnConfig:
 
     def _check_train(self) -> None:
         """Refuse settings of what does not learn."""
-        idle = ("scale_lr",) if self.train == "weights" else ("lr", "masters", "block_steps")
-        for name in idle:
+        for name in self.idle:
             if getattr(self, name) != getattr(LearnConfig, name):
-                other = "scales" if self.train == "weights" else "weights"
+                other = next(train for train, idle in IDLE.items() if name not in idle)
                 raise RunError(
                     f"learn.{name}={getattr(self, name)} is for learn.train={other}, and learn.train="
                     f"{self.train}. Leave learn.{name} out, or set learn.train={other}."
                 )
+        if self.train == "rounding" and (self.steps or not self.block_steps):
+            raise RunError(
+                f"learn.train=rounding with learn.steps={self.steps} learn.block_steps={self.block_steps}: roundings "
+                "learn block by block alone. Set learn.block_steps=200 learn.steps=0."
+            )
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Settings that what learns does not use."""
+        return IDLE[self.train]
 
     def check_formats(self, formats: Iterable[Format]) -> None:
         """Refuse formats that a search may choose and that have nothing to learn, before it runs.
@@ -110,12 +127,12 @@ class LearnConfig:
             formats: layers in BF16 stay as they are.
 
         Raises:
-            RunError: train=scales, and one is no MX format.
+            RunError: train is scales or rounding, and one is no MX format.
         """
-        for other in formats if self.train == "scales" else ():
+        for other in formats if self.train != "weights" else ():
             if isinstance(other, BlockFormat) and not other.is_mx:
                 raise RunError(
-                    f"learn.train=scales, and the search may choose {other}: only MX formats have a power of two "
+                    f"learn.train={self.train}, and the search may choose {other}: only MX formats have a power of two "
                     "for each block to choose. Set learn.train=weights, or search.family and search.fixed of MX "
                     "formats."
                 )

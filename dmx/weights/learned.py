@@ -65,6 +65,8 @@ from dmx.weights.learned_optimizer import STATES, AdamW
 from dmx.weights.learned_scales import LearnedScales, with_block_scales
 
 STATE_FILE = "learning_state.safetensors"
+LEARNED_NAMES = {"weights": "learned", "scales": "learned_scales", "rounding": "learned_rounding"}
+"""What learns -> how an assignment calls it."""
 LOOK_EVERY = 10
 """Steps between looks at the losses on a GPU, each of which waits for the device."""
 
@@ -364,11 +366,12 @@ def learn_weights(
     check_differentiable(model)
     _check(model, assignment)
     _check_pieces(model, config)
-    if config.train == "scales":
-        assignment = with_block_scales(assignment)
+    rules = assignment
+    if config.train != "weights":
+        assignment = with_block_scales(assignment, config.train)
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
-    facts = _facts(config, learned, held) | {"batches_sha256": batches_sha256(listed)}
+    facts = _facts(config, learned, held, rules) | {"batches_sha256": batches_sha256(listed)}
     device = next(model.parameters()).device
     Processes(device).check_same_batches(facts["batches_sha256"])
     numbers = {"micro_batch": config.micro_batch}
@@ -393,7 +396,7 @@ def learn_weights(
             states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
-                model, weights, assignment, rotations, config, states, learned, measured
+                model, weights, assignment, rotations, config, states, learned, measured, rules
             )
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
@@ -446,11 +449,15 @@ def _what_learns(
 
 
 def _facts(
-    config: LearnConfig, learned: Sequence[Tensor], held: Sequence[Tensor]
+    config: LearnConfig, learned: Sequence[Tensor], held: Sequence[Tensor], rules: Assignment
 ) -> dict[str, Any]:
-    """What the assignment says of its weights before they learn: all that their numbers depend on."""
+    """What the assignment says of its weights before they learn: all that their numbers depend on.
+
+    Args:
+        rules: whose scale rules offsets of rounding start from.
+    """
     facts: dict[str, Any] = {
-        "name": "learned" if config.train == "weights" else "learned_scales",
+        "name": LEARNED_NAMES[config.train],
         "steps": config.steps,
         "lr": config.peak_rate,
         "warmup": config.warmup,
@@ -463,7 +470,12 @@ def _facts(
         "held_batches": len(held),
         "tokens": (config.steps + config.block_steps) * learned[0].numel(),
     }
-    return facts | ({"block_steps": config.block_steps} if config.block_steps else {})
+    facts |= {"block_steps": config.block_steps} if config.block_steps else {}
+    if config.train != "rounding":
+        return facts
+    formats = sorted({f.name: f for f in rules.block_formats("weight").values()}.items())
+    start = {name: rules.rule("weight", block_format) for name, block_format in formats}
+    return {k: v for k, v in facts.items() if k not in config.idle} | {"start_rules": start}
 
 
 def _check(model: nn.Module, assignment: Assignment) -> None:

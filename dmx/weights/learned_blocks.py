@@ -37,6 +37,7 @@ from dmx.transforms.block import BlockRotation
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned_layers import Bank, Masters, learning_model
 from dmx.weights.learned_optimizer import STATES, AdamW, warm_cosine
+from dmx.weights.learned_rounding import RoundingOffsets, sign_rate
 from dmx.weights.traversal import Traversal
 
 STATE_FOLDER = "learning_state"
@@ -89,6 +90,8 @@ class BlockLearning:
     states: BlockStates
     learned: Sequence[Tensor]
     measured: Sequence[Tensor]
+    rules: Assignment
+    """Whose scale rules offsets of rounding start from; `assignment` says those of what is stored."""
     kept: dict[str, Tensor] = field(default_factory=dict)
     kl_before: float = 0.0
     kl_after: float = 0.0
@@ -172,11 +175,7 @@ class BlockLearning:
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """One block learns; what it gives in full precision, after learning, and rounded."""
         names, file = self.parts[block], self.states.of(block)
-        masters = Masters(
-            {n: self.weights[n].to(self.device) for n in names},
-            self.assignment,
-            self.config.masters_dtype,
-        )
+        masters = self._what_learns({n: self.weights[n].to(self.device) for n in names})
         inputs = self.config.inputs
         with learning_model(
             self.model, masters, self.assignment, self.rotations, inputs=inputs
@@ -191,10 +190,9 @@ class BlockLearning:
                 masters.quantize()
             else:
                 try:
-                    masters.values.copy_(state.tensors["weights"])
+                    masters.take(state.tensors["weights"])
                 except (KeyError, RuntimeError) as error:
                     raise file.damaged(error) from error
-                masters.quantize()
             kept = masters.values if self.config.steps else masters.seen
             if state is None and self.processes.is_main:
                 file.save(State({"block": block}, {"weights": kept}))
@@ -203,6 +201,31 @@ class BlockLearning:
         for name in names:
             self.kept[name] = masters.view_of(kept, name).to("cpu", copy=True)
         return wanted, found, rounded
+
+    def _what_learns(self, weights: Mapping[str, Tensor]) -> Masters:
+        if self.config.train == "rounding":
+            return RoundingOffsets(weights, self.rules)
+        return Masters(weights, self.assignment, self.config.masters_dtype)
+
+    def _update_of(self, masters: Masters) -> Callable[[int], Tensor]:
+        """Takes a step along the gradient in `masters`; gives its norm."""
+        config = self.config
+        if isinstance(masters, RoundingOffsets):
+
+            def by_signs(step: int) -> Tensor:
+                self.processes.average(masters.gradient)
+                masters.move(sign_rate(step, config.block_steps))
+                return torch.linalg.vector_norm(masters.gradient, dtype=torch.float32)
+
+            return by_signs
+        optimizer = AdamW(masters.values, STATES[config.optimizer_state], config.seed)
+        warmup = min(config.warmup, config.block_steps // 10)
+
+        def by_adamw(step: int) -> Tensor:
+            rate = warm_cosine(step, config.block_steps, config.lr, warmup)
+            return optimizer.step_clipped(masters.gradient, rate, config.max_norm, self.processes)
+
+        return by_adamw
 
     def _learn(
         self,
@@ -214,8 +237,7 @@ class BlockLearning:
         advance: Callable[[str], None],
     ) -> None:
         config = self.config
-        optimizer = AdamW(masters.values, STATES[config.optimizer_state], config.seed)
-        warmup = min(config.warmup, config.block_steps // 10)
+        update = self._update_of(masters)
         order = islice(batch_order(self.n_used, config.seed), config.block_steps)
         losses = torch.zeros(config.block_steps, device=self.device)
         note = ""
@@ -226,8 +248,7 @@ class BlockLearning:
             (run,) = self.traversal.block_runs(block, [found[index].to(self.device)])
             loss = block_loss(run(), wanted[index].to(self.device))
             loss.backward()
-            rate = warm_cosine(step, config.block_steps, config.lr, warmup)
-            norm = optimizer.step_clipped(masters.gradient, rate, config.max_norm, self.processes)
+            norm = update(step)
             losses[step] = loss.detach() + 0 * norm  # not finite where either is not
             if step % 10 == 9:
                 note = f"block {block}, error {float(losses[step]):.2e}"

@@ -196,6 +196,11 @@ class Masters(FlatWeights):
                 amax=segment.amax,
             )
 
+    def take(self, kept: Tensor) -> None:
+        """Go on from what an earlier run kept, and see it quantized."""
+        self.values.copy_(kept)
+        self.quantize()
+
     def descent(self) -> Tensor:
         """Gradient by the masters, straight through."""
         return self.gradient

@@ -31,8 +31,11 @@ CHUNK = 1 << 26
 """Elements whose float32 copies exist at a time."""
 
 
-def with_block_scales(assignment: Assignment) -> Assignment:
+def with_block_scales(assignment: Assignment, train: str) -> Assignment:
     """The assignment under the rule that finds learned scales again.
+
+    Args:
+        train: what learns, as `learn.train` says it.
 
     Raises:
         AssignmentError: a format without a power of two for each block, or rows of no whole blocks.
@@ -41,7 +44,7 @@ def with_block_scales(assignment: Assignment) -> Assignment:
         columns = assignment.shapes[name][1]
         if not block_format.is_mx or columns % BLOCK_SIZE:
             raise AssignmentError(
-                f"learn.train=scales: {name} is in {block_format} with {columns} columns, and only MX "
+                f"learn.train={train}: {name} is in {block_format} with {columns} columns, and only MX "
                 f"formats, in whole blocks of {BLOCK_SIZE}, have a power of two for each block to choose. "
                 "Use learn.train=weights, or leave it out of the search (search.exclude)."
             )

@@ -107,6 +107,7 @@ def _weights_text(name: str) -> str:
         "local_hessian": "local Hessian",
         "learned": "learned weights",
         "learned_scales": "learned scales",
+        "learned_rounding": "learned rounding",
     }
     return shown.get(name, name)
 
@@ -133,7 +134,7 @@ class Method(Stored):
     """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
     weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
     """What became of the weights after the choice: nearest | mse | local_hessian | gptq | learned |
-    learned_scales"""
+    learned_scales | learned_rounding"""
     stage: str = dimension("", label=str, join=", ", title=str)
     """What that stage did otherwise than usual (`stages.stage_text`)."""
     net: bool = dimension(False, label=lambda _: "net")

@@ -18,7 +18,11 @@ from dmx.weights.learn_config import LearnConfig
 from .record import Record, Row, TextFacts
 
 _FULL_INPUTS = "inputs in full precision"
-LEARNED = {"learned": LearnConfig(), "learned_scales": LearnConfig(train="scales")}
+LEARNED = {
+    "learned": LearnConfig(),
+    "learned_scales": LearnConfig(train="scales"),
+    "learned_rounding": LearnConfig(train="rounding", block_steps=200, steps=0),
+}
 """Stage that learns -> its usual settings."""
 
 
@@ -43,12 +47,12 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     def of(name: str, default: Any) -> Any:
         return facts.get(name, default)
 
-    steps, blocks = of("steps", usual.steps), of("block_steps", 0)
+    steps, blocks = of("steps", usual.steps), of("block_steps", usual.block_steps)
     rate, norm = of("lr", usual.peak_rate), of("max_norm", usual.max_norm)
     warmup, masters = of("warmup", usual.warmup), of("masters", usual.masters)
     moments = of("optimizer_state", usual.optimizer_state)
     said = {
-        f"{blocks} steps a block": blocks > 0,
+        f"{blocks} steps a block": blocks != usual.block_steps,
         f"{steps} steps": steps != usual.steps,
         f"lr {rate:g}": rate != usual.peak_rate,
         f"warm-up {warmup}": warmup != usual.warmup,
@@ -57,6 +61,8 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
         f"masters {masters}": masters != usual.masters,
         f"moments {moments}": moments != usual.optimizer_state,
     }
+    start = [f"{name} {rule}" for name, rule in of("start_rules", {}).items() if rule != "floor"]
+    said[f"from scales {' '.join(start)}"] = bool(start)
     if "batches" in facts:
         held = of("held_batches", 0)
         said[f"held batches {held}"] = held != usual.held_of(facts["batches"] + held)
