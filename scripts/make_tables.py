@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from dmx.errors import DmxError, RunError  # noqa: E402
 from experiments.reporting.groups import group_rows  # noqa: E402
-from experiments.reporting.pages import engines, humming, net  # noqa: E402
+from experiments.reporting.pages import engines, humming, large, net  # noqa: E402
 from experiments.reporting.pages.compare import compare_page  # noqa: E402
 from experiments.reporting.pages.export import export_page  # noqa: E402
 from experiments.reporting.pages.index import index_page  # noqa: E402
@@ -111,6 +111,7 @@ def read_records() -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
             engines.SCHEMA,
             humming.SCHEMA,
             GROWTH,
+            large.SCHEMA,
         ):
             others[path.stem] = body
         else:
@@ -157,6 +158,9 @@ def outputs() -> Made:
     if served := {n: b for n, b in others.items() if b["schema"] == engines.SCHEMA}:
         with told_of(f"{RECORDS}, records of serve_check"):
             made[RESULTS / "engines.md"] = engines.engines_page(served)
+    if paths := {n: b for n, b in others.items() if b["schema"] == large.SCHEMA}:
+        with told_of(f"{RECORDS}, records of scripts.benchmarks.large"):
+            made[RESULTS / "large.md"] = large.large_page(paths)
     if growth := {n: b for n, b in others.items() if b["schema"] == GROWTH}:
         with told_of(f"{RECORDS}, records of scripts.benchmarks.growth"):
             text, figures = scaling_page(growth)

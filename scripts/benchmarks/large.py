@@ -1,8 +1,10 @@
-"""The whole path on a model of 8 B or 32 B shape, stage by stage, as JSON lines that are written as it goes.
+"""The whole path on a model of 8 B or 32 B shape, stage by stage: what docs/results/large.md shows.
 
-    python -m scripts.benchmarks.large --shape 8b --card 80                      # all stages, the model whole on the card
-    python -m scripts.benchmarks.large --shape 8b --memory block --card 40 --stages search --steps 10
-    python -m scripts.benchmarks.large --shape 32b --memory block --stages search --steps 3
+    python -m scripts.benchmarks.large --shape 8b --card 80 --json large_h200.json      # all stages, the model whole on the card
+    python -m scripts.benchmarks.large --shape 8b --memory block --card 40 --stages search --steps 10 --json large_h200.json
+    python -m scripts.benchmarks.large --shape 32b --memory block --stages search --steps 3 --json large_h200.json
+
+A run joins those that the record has already; the record is written after each stage.
 
 Weights are made in place, of pieces of one random tensor: no file, and no second copy. `--card` leaves the process so many
 GiB of the card. Stages after the search use what it found, or where it did not run, a random assignment.
@@ -21,8 +23,11 @@ import torch
 from torch import Tensor, nn
 
 import dmx
+from dmx.errors import RunError
+from dmx.files import check_writable, read_json, write_json
 from dmx.models.streaming import MEMORIES, stream_blocks, stream_of
 from dmx.searching.config import DescentConfig
+from experiments.reporting.pages.large import SCHEMA
 from scripts.benchmarks.machine import MIB, clear, machine, peak_mib, say, wait
 from scripts.benchmarks.shapes import NAMED, Shape, llama_config, make_tokens
 
@@ -130,7 +135,29 @@ def measured(stage: str, run: Callable[[], None], model: nn.Module, device: str)
     return row | ({"failed": failed} if failed else {})
 
 
-def main() -> None:
+def runs_of(path: Path) -> list[dict[str, Any]]:
+    """Of the record that is there.
+
+    Raises:
+        RunError: the file is none, or cannot be written.
+    """
+    check_writable(path.parent)
+    if not path.exists():
+        return []
+    try:
+        body = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path} cannot be read ({error}). Delete it, or name another file"
+        ) from error
+    if not isinstance(body, dict) or body.get("schema") != SCHEMA:
+        raise RunError(f"{path} is no record of this benchmark ({SCHEMA}). Name another file")
+    runs: list[dict[str, Any]] = body["runs"]
+    return runs
+
+
+def parse(device: str) -> argparse.Namespace:
+    """What cannot be measured or written is refused before a model is made."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -139,24 +166,37 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=STAGES)
     parser.add_argument("--steps", type=int, default=200, help="of the search, and of each block")
     parser.add_argument("--card", type=float, help="GiB of the card that the process may use")
-    parser.add_argument("--out", type=Path, default=Path("large.jsonl"), help="lines are added")
+    parser.add_argument(
+        "--json", type=Path, required=True, help="a record, which gets one run more"
+    )
     asked = parser.parse_args()
+    if asked.steps < 1:
+        parser.error(f"--steps {asked.steps}: at least 1")
+    if asked.card is not None and device == "cpu":
+        parser.error(f"--card {asked.card:g}: there is no card here. Leave it out")
+    try:
+        asked.runs = runs_of(asked.json)
+    except RunError as error:
+        parser.error(f"--json {asked.json}: {error}")
+    return asked
+
+
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    asked = parse(device)
     if asked.card is not None:
-        if device == "cpu":
-            parser.error(f"--card {asked.card:g}: there is no card here. Leave it out")
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, asked.card * (1 << 30) / whole))
     shape = NAMED[asked.shape]
-    common = {"shape": shape.name, "memory": asked.memory, "steps": asked.steps, "card": asked.card}
+    stages: list[dict[str, Any]] = []
+    run = {"machine": machine(device), "shape": shape.name, "memory": asked.memory}
+    run |= {"steps": asked.steps, "card": asked.card, "stages": stages}
 
     def note(row: dict[str, Any]) -> None:
-        line = json.dumps(common | row)
-        say(line)
-        with asked.out.open("a") as out:
-            out.write(line + "\n")
+        stages.append(row)
+        write_json(asked.json, {"schema": SCHEMA, "runs": [*asked.runs, run]})
+        say(json.dumps(row))
 
-    note({"machine": machine(device)})
     started = time.perf_counter()
     model = make_large(shape, device, asked.memory)
     wait(device)

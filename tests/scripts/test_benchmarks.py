@@ -3,6 +3,9 @@
 import json
 import sys
 
+import pytest
+
+from experiments.reporting.pages.large import large_page
 from scripts.benchmarks import __main__ as bench
 from scripts.benchmarks import kernels, large, peers, report, targets
 
@@ -117,15 +120,37 @@ def test_runs_of_other_machines_and_environments_are_merged():
     assert text.index("## GPU") < text.index("## CPU") and "new." in text and "old" not in text
 
 
-def test_the_whole_path_of_a_large_model_writes_a_line_a_stage(tmp_path, monkeypatch):
-    out = tmp_path / "large.jsonl"
+def test_the_whole_path_of_a_large_model_writes_a_row_a_stage(tmp_path, monkeypatch):
+    out = tmp_path / "large.json"
     for memory, stages in (("block", ["fisher", "search", "learn"]), ("all", ["export"])):
-        given = ["--shape", "tiny", "--memory", memory, "--steps", "2", "--out", str(out)]
+        given = ["--shape", "tiny", "--memory", memory, "--steps", "2", "--json", str(out)]
         monkeypatch.setattr(sys, "argv", ["large", *given, "--stages", *stages])
         large.main()
-    rows = [row for line in out.read_text().splitlines() if "stage" in (row := json.loads(line))]
-    told = [(row["memory"], row["stage"]) for row in rows]
-    by_block = [("block", name) for name in ("make", "fisher", "search", "learn")]
-    assert told == [*by_block, ("all", "make"), ("all", "export")]
+    record = json.loads(out.read_text())
+    by_block, whole = record["runs"]
+    assert [row["stage"] for row in by_block["stages"]] == ["make", "fisher", "search", "learn"]
+    assert [row["stage"] for row in whole["stages"]] == ["make", "export"]
+    rows = [*by_block["stages"], *whole["stages"]]
     assert all(row["seconds"] > 0 and "failed" not in row for row in rows)
-    assert all(row["copied_gb"] > 0 for row in rows[1:4])
+    assert all(row["copied_gb"] > 0 for row in by_block["stages"][1:])
+    text = large_page({"large_here": record})
+    assert "learned weights, 2 steps of each block" in text and "held block by block" in text
+    assert f"| {whole['stages'][1]['seconds']:.1f} |" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--steps", "0"], "--steps 0: at least 1"),
+        (["--json", "/proc/none/large.json"], "cannot write /proc/none"),
+        (["--json", "{other}"], "is no record of this benchmark"),
+    ],
+)
+def test_a_path_that_cannot_be_recorded_is_refused(wrong, why, tmp_path, monkeypatch, capsys):
+    other = tmp_path / "other.json"
+    other.write_text('{"schema": "dmx.growth/1"}')
+    given = ["--json", str(tmp_path / "large.json"), *(a.format(other=other) for a in wrong)]
+    monkeypatch.setattr(sys, "argv", ["large", *given])
+    with pytest.raises(SystemExit):
+        large.parse("cpu")
+    assert why in capsys.readouterr().err
