@@ -246,21 +246,24 @@ def test_a_command_goes_on_in_its_folder_held_the_other_way(run, tmp_path, recor
 
 LOADING = """
 import sys, torch
-from dmx.models import ModelConfig, TinyConfig, load_model
+from dmx.models import ModelConfig, load_model
 from dmx.models.streaming import stream_of
-load_model(ModelConfig(id="what is imported first", tiny=TinyConfig()), memory=sys.argv[2])
+path, first, memory = sys.argv[1:]
+load_model(ModelConfig(id=first, dtype="bfloat16"), memory=memory)
 def resident(key):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(l.split()[1]) << 10 for l in lines if l.startswith(key))
 open("/proc/self/clear_refs", "w").write("5")
 before = resident("VmRSS")
-loaded = load_model(ModelConfig(id=sys.argv[1], dtype="bfloat16"), memory=sys.argv[2])
-print(resident("VmHWM") - before, (stream_of(loaded.model) is not None))
+loaded = load_model(ModelConfig(id=path, dtype="bfloat16"), memory=memory)
+stream = stream_of(loaded.model)
+print(resident("VmHWM") - before, 0 if stream is None else stream.block_bytes)
 """
 
 
 def zeros_in_shards(folder, config, shards):
     """A model of zeros, whose files take no room on a disk; bytes of its weights."""
+    folder.mkdir()
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
@@ -292,13 +295,18 @@ def zeros_in_shards(folder, config, shards):
 @pytest.mark.parametrize("memory", ["all", "block"])
 def test_loading_shards_never_holds_two_copies(tmp_path, memory):
     tiny = TinyConfig(hidden_size=512, intermediate_size=1024, layers=24, heads=8, kv_heads=8)
-    size = zeros_in_shards(tmp_path, tiny_model_config(tiny), shards=4)
+    large, small = tmp_path / "large", tmp_path / "small"
+    size = zeros_in_shards(large, tiny_model_config(tiny), shards=4)
     assert size > 100 << 20
-    out, err = Forked("-c", LOADING, str(tmp_path), memory).communicate()
+    # What is loaded first, by the same way: 15 MB of code and tables that reading files takes once.
+    zeros_in_shards(small, tiny_model_config(TinyConfig()), shards=4)
+    out, err = Forked("-c", LOADING, str(large), str(small), memory).communicate()
     assert out, err
-    peak, is_streamed = out.split()
-    assert (is_streamed == "True") == (memory == "block")
-    assert 0.9 * size < int(peak) < 1.3 * size
+    peak, block_bytes = map(int, out.split())
+    assert (block_bytes > 0) == (memory == "block")
+    # Two blocks are on the device, here beside the others. One shard more is too much: what allocators keep was
+    # 8 to 14 MB of these 31 in twelve runs.
+    assert 0.9 * size < peak < (1 + 1 / 4) * size + 2 * block_bytes
 
 
 @pytest.mark.gpu
