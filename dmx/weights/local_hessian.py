@@ -34,7 +34,7 @@ from dmx.numerics.mx import from_blocks, to_blocks
 from dmx.numerics.scaling import scale_candidates, sum_by_pairs
 from dmx.weights.config import check_local_hessian
 from dmx.weights.recorder import Recorder
-from dmx.weights.rounding import Rounding, check_unrounded, round_on
+from dmx.weights.rounding import Rounding, round_on
 
 CHUNK = 1 << 24
 """Elements of a weight that are tried at a time: several float32 copies of them exist."""
@@ -133,7 +133,6 @@ def local_hessian(
     Raises:
         As `gptq`; RunError for formats other than MX, too.
     """
-    check_unrounded(assignment)
     check_local_hessian(assignment.block_formats("weight").values())
     return round_on(
         model,

@@ -177,15 +177,6 @@ class Rounding(ABC):
         return len(self.traversal.parts)
 
 
-def check_unrounded(assignment: Assignment) -> None:
-    """Raise AssignmentError where a stage of the weights has been."""
-    if assignment.weights is not None:
-        raise AssignmentError(
-            f"the assignment is rounded already ({assignment.weights.get('name')}). Give the one "
-            "that the search left."
-        )
-
-
 def round_on(
     model: nn.Module,
     assignment: Assignment,
@@ -210,7 +201,11 @@ def round_on(
     model = plain_model(model)
     check_differentiable(model)
     check_finite_weights(model)
-    check_unrounded(assignment)
+    if assignment.weights is not None:
+        raise AssignmentError(
+            f"the assignment is rounded already ({assignment.weights.get('name')}). Give the one "
+            "that the search left."
+        )
     listed = list_batches(batches, model)
     if assignment.experts:  # each expert has inputs of its own
         rounded = round_on(

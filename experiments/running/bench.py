@@ -260,9 +260,11 @@ class Bench:
         joint = config.name == "joint"
         batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
         if self._stream is not None and config.descends:
-            passes = 3 if config.objective == "kl" else 2
+            passes, fewer = 2, ""
+            if config.objective == "kl":
+                passes, fewer = 3, ", 2 where the reference is kept"
             self.run.say(
-                f"a step copies {in_bytes(passes * self._stream.pass_bytes)} ({passes} passes)"
+                f"a step copies {in_bytes(passes * self._stream.pass_bytes)} ({passes} passes{fewer})"
             )
         before = self._moved()
         result = search(

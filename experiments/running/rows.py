@@ -24,6 +24,8 @@ from ..reporting.stages import stage_text
 from ..reporting.training_logs import fallback_digits, loss_curve
 
 _FULL_BITS = 16.0
+_BY_MSE = ("mse", "local_hessian", "learned_scales", "learned_rounding")
+"""Stages that give weights the scale rule mse."""
 
 
 def method_of(
@@ -42,12 +44,7 @@ def method_of(
     name, formats = search.name, set(assignment.formats.values()) - {"bf16"}
     is_searched = name not in (None, "uniform")
     stage, rules = _stage_of(assignment), assignment.scale_rules
-    if stage in (
-        "mse",
-        "local_hessian",
-        "learned_scales",
-        "learned_rounding",
-    ):  # says the rules of the weights
+    if stage in _BY_MSE:  # says the rules of the weights
         rules = {operand: rules[operand] for operand in rules if operand != "weight"}
     family = (search.family,) if isinstance(search.family, str) else search.family or ()
     is_fixed = search.input_format is not None

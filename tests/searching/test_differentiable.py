@@ -365,9 +365,7 @@ def test_a_search_that_died_goes_on_to_the_same_numbers(options, tiny, tmp_path)
     for after in (3, 20, 33):
         folder = tmp_path / f"died-{after}"
         search_and_die(model, batches, config, folder, after)
-        if (
-            after == 20
-        ):  # what is kept of the unquantized model is not in the state, and changes nothing
+        if after == 20:  # no state holds what is kept of the unquantized model
             config = replace(config, descent=replace(config.descent, keep_reference="off"))
         resumed = dmx.search(model, batches, Budget(5.0), config, folder=folder)
         assert resumed.assignment == whole.assignment
