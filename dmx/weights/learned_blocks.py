@@ -255,9 +255,11 @@ class BlockLearning:
             advance(note)
         bad = (~losses.isfinite()).nonzero().flatten().tolist()
         if bad:
+            look = ". Look"
+            if "lr" not in config.idle:
+                look = f" (learn.lr={config.lr:g}). Lower learn.lr or raise learn.warmup; where it is step 0, look"
             raise RunError(
-                f"learning block {block}: the loss or gradient of step {bad[0]} is not finite (learn.lr="
-                f"{config.lr:g}). Lower learn.lr or raise learn.warmup; where it is step 0, look for Inf or "
+                f"learning block {block}: the loss or gradient of step {bad[0]} is not finite{look} for Inf or "
                 "NaN in the model, and use bfloat16 or float32 instead of float16. Nothing was written of "
                 "this block."
             )

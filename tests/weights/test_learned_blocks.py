@@ -167,10 +167,23 @@ def test_each_token_counts_by_its_own_power():
     assert float(block_loss(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2))) == 0.0
 
 
-def test_a_loss_that_is_not_finite_is_an_error(tiny_random, tmp_path):
-    model = tiny_random.model
-    config = LearnConfig(**SHORT | {"lr": 1e30})
-    with pytest.raises(RunError, match=r"learning block 0: .* of step \d+ is not finite"):
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lr": 1e30}, r"step \d+ is not finite \(learn\.lr=1e\+30\)\. Lower learn\.lr"),
+        (
+            {"train": "rounding", "lr": LearnConfig.lr},
+            r"step 0 is not finite\. Look for Inf or NaN",
+        ),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_an_error(options, says, tiny_random, tmp_path, monkeypatch):
+    model, config = tiny_random.model, LearnConfig(**SHORT | options)
+    if config.train == "rounding":  # whose steps are bounded
+        monkeypatch.setattr(
+            learned_blocks, "block_loss", lambda *given: block_loss(*given) * torch.nan
+        )
+    with pytest.raises(RunError, match=f"learning block 0: .* of {says}"):
         learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
     assert not (tmp_path / STATE_FOLDER / "0000.safetensors").exists()
 
