@@ -6,6 +6,7 @@ python -m experiments.search model=smollm2_135m data=wikitext2_more weights=lear
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -80,7 +81,13 @@ def main(cfg: DictConfig) -> float | None:
         run.pace = None if pace is None else pace.ended()
         if config.search.descends:
             done = Assignment.load(run.path("assignment.json")).search
-            run.actual["search"] = {"steps": done.steps, "descent": {"cuda_graph": done.cuda_graph}}
+            ran: dict[str, Any] = {"descent": {"cuda_graph": done.cuda_graph}}
+            if done.kept is None:
+                ran["steps"] = done.steps
+            else:  # search.steps is at most
+                ran |= {"steps_taken": done.steps, "kept": done.kept}
+                ran["kept_because"] = done.kept_because
+            run.actual["search"] = ran
         claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

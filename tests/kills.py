@@ -24,7 +24,7 @@ from tests.settings import TINY, TINY_LAYERS
 _STEPS = ["search.steps=12", "search.descent.checkpoint_every=2", "search.descent.evaluate_every=5"]
 _NONE = ["baselines=[]"]
 CASES: dict[str, tuple[str, list[str]]] = {
-    "search": ("search", [*TINY, *_STEPS, "baselines=[bf16]"]),
+    "search": ("search", [*TINY, "search=differentiable", *_STEPS, "baselines=[bf16]"]),
     "scan": ("search", [*TINY, "search=kl_per_bit", *_NONE]),
     "compare": (
         "compare",

@@ -142,8 +142,8 @@ def test_a_file_system_that_fills_up_is_said_and_room_brings_the_same_result(
 
 
 def test_a_wall_clock_that_jumps_back_breaks_neither_times_nor_going_on(run, tmp_path, monkeypatch):
-    settings = [*TINY, "baselines=[]", "search.steps=4", "search.descent.checkpoint_every=1"]
-    settings += [f"run.folder={tmp_path}/run"]
+    settings = [*TINY, "search=differentiable", "baselines=[]", "search.steps=4"]
+    settings += ["search.descent.checkpoint_every=1", f"run.folder={tmp_path}/run"]
     now = itertools.count(2_000_000_000, -86_400)  # a day back each time that somebody looks
     monkeypatch.setattr(time, "time", lambda: float(next(now)))
     own = bench.search

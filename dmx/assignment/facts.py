@@ -39,6 +39,8 @@ class SearchFacts:
     """Of the inputs, where it was another."""
     kept: Kept | None = None
     """Of name=adaptive."""
+    kept_because: str | None = None
+    """What was measured of both, or why there was no descent."""
     searched_under: str | None = None
     """Scale rule that a descent of earlier versions knew, where the assignment's own rules are others."""
     steps: int | None = None

@@ -184,7 +184,8 @@ class PolishConfig:
 
 @dataclass(kw_only=True)
 class SearchSettings:
-    """Settings that several searches share, each taking what it uses: `for_search`."""
+    """Settings that several searches share, each taking what it uses: `for_search`. The defaults are those of
+    configs/search/differentiable.yaml; the command `search` has those of adaptive.yaml."""
 
     name: str = "differentiable"
     """uniform | random | kl | kl_per_bit | fisher | aumann_shapley | weight_mse | differentiable | joint |
@@ -402,7 +403,8 @@ class SearchSettings:
                 users = ", ".join(search for search, used in USED_BY.items() if name in used)
                 raise SearchConfigError(
                     f"{changed[0]} is not for search.name={self.name}, which does not use it ({users} "
-                    "do). Leave it out, or choose another search."
+                    f"do). Leave it out, or choose another search; in commands search={self.name} sets nothing that it "
+                    "does not use, and search.name alone leaves the settings of the search before."
                 )
 
     def for_search(self, name: str, **changes: Any) -> "SearchConfig":
@@ -491,8 +493,8 @@ USED_BY: dict[str, tuple[str, ...]] = {
 
 @dataclass(kw_only=True)
 class SearchConfig(SearchSettings):
-    """All settings of one search; the defaults are the dMX paper's. What it does not use cannot be set
-    for it: SearchConfigError."""
+    """All settings of one search; the defaults are the dMX paper's, not those of the command `search`, which is
+    adaptive. What it does not use cannot be set for it: SearchConfigError."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -525,7 +527,7 @@ class SearchConfig(SearchSettings):
         if self.name != "differentiable" and self.rotation.file is None:
             raise SearchConfigError(
                 f"search.transform=learned with search.name={self.name}: only the differentiable "
-                "search learns rotations. Give the file that it wrote "
+                "search learns rotations. Use it (search=learned in commands), give the file that it wrote "
                 "(search.rotation.file=path/to/transform.safetensors), or use "
                 "search.transform=hadamard_block."
             )
@@ -553,11 +555,14 @@ class SearchConfig(SearchSettings):
             for o in (OPERANDS if self.input_format is None else OPERANDS[:1])
         }
 
-    def summary(self, kept: Kept | None = None, *, descended: bool = True) -> SearchFacts:
+    def summary(
+        self, kept: Kept | None = None, because: str | None = None, *, descended: bool = True
+    ) -> SearchFacts:
         """What an assignment says of its search.
 
         Args:
-            kept: of name=adaptive, whose choice it took. descended: whether a search that may take steps took some.
+            kept, because: of name=adaptive, whose choice it took, and why.
+            descended: whether a search that may take steps took some.
         """
         paths = self.paths if descended else {}
         family, path, input_path = self.family, *map(paths.get, OPERANDS)
@@ -569,6 +574,7 @@ class SearchConfig(SearchSettings):
             path=path,
             input_path=None if input_path == path else input_path,
             kept=kept,
+            kept_because=because,
         )
 
 

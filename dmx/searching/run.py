@@ -240,7 +240,9 @@ def _search(
         model,
         scale_rules=config.scale_rules.by_format(),
         budget=budget,
-        search=config.summary(outcome.kept, descended=bool(outcome.history)),
+        search=config.summary(
+            outcome.kept, outcome.kept_because, descended=bool(outcome.history)
+        ),
     )
     assignment = outcome.transform.attach(assignment, model)
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
@@ -273,7 +275,8 @@ class _Outcome:
     cuda_graph: str = "off"
     rounds: list[dict[str, Any]] = field(default_factory=list)
     kept: Kept | None = None
-    """Of an adaptive search."""
+    kept_because: str | None = None
+    """Both of an adaptive search."""
 
 
 class _Job:
@@ -349,26 +352,26 @@ class _Job:
         scored = self.rank(transform, self.config.for_search("kl_per_bit"))
         learned, held = split_batches(self.batches)
         if not held:
-            said = (
-                f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on): "
-                "the choice is that of the scores"
-            )
-            return self.kept("scores", scored, said)
+            few = f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on)"
+            return self.scores_kept(scored, few)
         start = start_from(scored.preference, self.space, self.budget, scored.choice)
         config = replace(self.config, steps=adaptive_steps(self.config, len(self.batches)))
         descended = self.descend(transform, learned, config, start)
+        history = replace(descended, choice=scored.choice, preference=scored.preference)
+        if np.array_equal(descended.choice, scored.choice):
+            return replace(history, kept="scores", kept_because="the descent chose the same")
         judgement = judge(self.model, self.space, config, held, descended.choice, scored.choice)
         said = f"KL of the descent minus that of the scores on {len(held)} batches held out: {judgement}"
         if judgement.kept == "descent":
-            return replace(descended, kept="descent")
-        history = replace(descended, choice=scored.choice, preference=scored.preference)
-        return self.kept("scores", history, f"{said}; the choice is that of the scores")
+            return replace(descended, kept="descent", kept_because=said)
+        return self.scores_kept(history, said)
 
-    def kept(self, kept: Kept, outcome: _Outcome, said: str) -> _Outcome:
-        """The outcome, and a warning that says why it is this one."""
-        text = f"search.name=adaptive: {said}."
+    def scores_kept(self, outcome: _Outcome, why: str) -> _Outcome:
+        """The outcome, and a warning that says why no descent chose it."""
+        text = f"search.name=adaptive: {why}; the choice is that of the scores (kl_per_bit)."
         warnings.warn(text, stacklevel=5)
-        return replace(outcome, kept=kept, warnings=[*outcome.warnings, text])
+        said = [*outcome.warnings, text]
+        return replace(outcome, kept="scores", kept_because=why, warnings=said)
 
     def descend(
         self,

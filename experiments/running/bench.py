@@ -274,6 +274,10 @@ class Bench:
         )  # fmt: skip
         self._say_copied(config.name, len(result.history), result.seconds, before)
         facts: dict[str, Any] = {"seconds": result.seconds}
+        known = result.assignment.search
+        because = known.kept_because
+        if because and not any(because in warning for warning in result.warnings):
+            self.run.say(f"search.name=adaptive: {because}; kept is the choice of the {known.kept}")
         if result.polish:
             facts["kl"] = result.polish[-1]["kl"]
         if config.descends:

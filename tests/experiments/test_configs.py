@@ -129,8 +129,24 @@ def test_the_demo_is_what_it_promises():
     assert run.evaluation.max_windows * (run.evaluation.window - 1) >= 16_384
 
 
-def test_defaults_of_the_file_are_those_of_the_dataclass():
-    assert built().search == SearchSettings()  # the published settings
+def test_defaults_are_the_adaptive_search_and_of_a_comparison_and_the_dataclass_the_published_one():
+    assert built().search == built("search=adaptive").search
+    compared = build_root(CompareRun, composed("compare")).search
+    assert built("search=differentiable").search == compared == SearchSettings()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (CONFIGS / "sweep").glob("*.yaml")))
+def test_every_sweep_varies_what_its_search_uses(name):
+    file = OmegaConf.load(CONFIGS / "sweep" / f"{name}.yaml")
+    params = file.hydra.sweeper.params
+    firsts = {"tag(": "1", "inte": "1"}  # ranges of Optuna's
+    values = {k: firsts.get(v[:4], v.split(",")[0]) for k, v in params.items()}
+    chosen = f"sweep={name}"
+    if name == "optuna":  # which composes where its plugin is installed alone
+        chosen = next(f"search={v}" for k, v in file.defaults[0].items() if k == "override /search")
+    own = built(chosen, "data=synthetic", *(f"{k}={v}" for k, v in values.items())).search
+    descends = any(key.startswith("search.descent") for key in values)
+    assert own.name == ("differentiable" if descends else "adaptive")
 
 
 @pytest.mark.parametrize(

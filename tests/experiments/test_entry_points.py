@@ -37,7 +37,8 @@ METRICS = (
     "eval_seconds",
     "zero_shot",
 )
-SEARCH = [*TINY, "search.steps=6", "search.descent.evaluate_every=3", "baselines=[bf16,kl]"]
+DESCENT = [*TINY, "search=differentiable"]
+SEARCH = [*DESCENT, "search.steps=6", "search.descent.evaluate_every=3", "baselines=[bf16,kl]"]
 
 
 def read_json(path):
@@ -158,7 +159,7 @@ def test_every_search_without_steps_runs_from_the_command_line(name, run, record
 
 
 def test_uniform_rows_hold_every_format(run, record_of, tmp_path):
-    arguments = [*TINY, "search.steps=1", "baselines=[uniform]", f"run.folder={tmp_path / 'r'}"]
+    arguments = [*DESCENT, "search.steps=1", "baselines=[uniform]", f"run.folder={tmp_path / 'r'}"]
     assert run(search, *arguments)[0] == 0
     labels = [row.label for row in record_of(tmp_path / "r").rows]
     assert labels == [*(f"uniform {f}" for f in MX_FORMATS), "dMX"]
@@ -274,7 +275,7 @@ def test_more_batches_than_calibration_gives_are_refused_before_anything_is_meas
     few = "calibration.batches=2"
     for command, asked, name in (
         (search, ["search.polish.rounds=1", "search.polish.batches=9"], "polish.batches=9"),
-        (search, ["search.name=fisher", "search.score_batches=3"], "score_batches=3"),
+        (search, ["search=fisher", "search.score_batches=3"], "score_batches=3"),
         (compare, ["searches=[kl]", "search.score_batches=3"], "score_batches=3"),
     ):
         code, _, err = run(command, *TINY, few, *asked, f"run.folder={folder}")
@@ -472,7 +473,7 @@ def test_an_error_is_one_clear_message_and_an_exit_code(module, arguments, code,
 def test_a_run_that_was_stopped_twice_goes_on_to_the_same_result(run, tmp_path):
     steps = 30  # enough to be still at it when the signal comes, also on a busy machine
     arguments = [
-        *TINY,
+        *DESCENT,
         f"search.steps={steps}",
         "search.descent.raw_start=1.0",
         "search.descent.evaluate_every=7",

@@ -45,6 +45,7 @@ def test_a_command_names_the_weight_and_leaves_no_result(run, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path / "model")
     settings = [a for a in TINY if not a.startswith("model=")]
     own = ("model=smollm2_135m", f"model.id={tmp_path}/model", "model.dtype=float32")
-    code, out, err = run(search, *settings, *own, "search.steps=2", f"run.folder={tmp_path}/run")
+    own += ("search=differentiable", "search.steps=2", f"run.folder={tmp_path}/run")
+    code, out, err = run(search, *settings, *own)
     assert code == 2 and not out and "model.layers.1.mlp.down_proj.weight[3, 5]" in err
     assert {p.name for p in (tmp_path / "run").iterdir()} == {"config.yaml", "error.json"}

@@ -50,14 +50,16 @@ def test_a_scan_runs_what_follows_each_unit_and_reads_what_an_earlier_one_scored
 
 
 def test_a_step_of_the_search_has_the_gradients_of_the_weights_too():
-    work = stages("baselines=[]", "search.steps=50")
+    work = stages("baselines=[]", "search=differentiable", "search.steps=50")
     assert work["differentiable"] == pytest.approx(OVERHEAD["search"] * 50 * 11_000 / 8_000)
     assert work["evaluation of differentiable"] == OVERHEAD["evaluation"] * 32
+    few = stages("baselines=[]", "search.steps=50")  # the default takes no step on so few batches
+    assert few["adaptive"] == stages("baselines=[]", "search=kl_per_bit")["kl_per_bit"]
 
 
 def test_learned_weights_are_two_models_and_a_row_of_the_search_alone_where_asked():
     sizes = dataclasses.replace(SIZES, training=2.0, learned_batches=20, held_batches=3)
-    asked = ("baselines=[kl]", "search.steps=50", "weights=learned")
+    asked = ("baselines=[kl]", "search=differentiable", "search.steps=50", "weights=learned")
     alone = stages(*asked, "baseline_weights=nearest", sizes=sizes)
     # per step 3 x 3,000 + 3 x 1,000 of 8,000, a new batch 3,000 for 20 of 30 steps, 3 twice before and after
     work = OVERHEAD["learning"] * 2.0 * (30 * 12_000 / 8_000 + 20 * 3_000 / 8_000 + 2 * 3)

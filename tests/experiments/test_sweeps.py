@@ -35,6 +35,7 @@ def _command(folder: Path) -> list[str]:
         "calibration.batches=2",
         "evaluation.window=64",
         "evaluation.max_windows=4",
+        "search=differentiable",
         "search.steps=2",
         "baselines=[]",
         f"hydra.sweep.dir={folder}/sweep",
@@ -120,6 +121,7 @@ SMALL = (
     "calibration.batches=2",
     "evaluation.window=64",
     "evaluation.max_windows=2",
+    "search=differentiable",
     "baselines=[]",
 )
 

@@ -65,6 +65,7 @@ def test_the_descent_is_kept_where_it_is_better_by_more_than_an_error(
     np.testing.assert_array_equal(taken, descended if kept == "descent" else scored)
     said = result.assignment.search
     assert said.kept == kept and said.path == "element"
+    assert said.kept_because.endswith(f"on 2 batches held out: {Judgement(mean, 0.1)}")
     assert bool(result.warnings) == (kept == "scores")
 
 

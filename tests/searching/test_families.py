@@ -333,6 +333,7 @@ def test_a_command_takes_a_list_with_a_name_as_that_name(run, record_of, tmp_pat
         code, _out, err = run(
             search,
             *TINY_STEPS,
+            "search=differentiable",
             "budget.limit=4.7",
             f"search.family={family}",
             f"run.folder={folder}",
