@@ -240,9 +240,7 @@ def _search(
         model,
         scale_rules=config.scale_rules.by_format(),
         budget=budget,
-        search=config.summary(
-            outcome.kept, outcome.kept_because, descended=bool(outcome.history)
-        ),
+        search=config.summary(outcome.kept, outcome.kept_because, descended=bool(outcome.history)),
     )
     assignment = outcome.transform.attach(assignment, model)
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
@@ -352,7 +350,9 @@ class _Job:
         scored = self.rank(transform, self.config.for_search("kl_per_bit"))
         learned, held = split_batches(self.batches)
         if not held:
-            few = f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on)"
+            few = (
+                f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on)"
+            )
             return self.scores_kept(scored, few)
         start = start_from(scored.preference, self.space, self.budget, scored.choice)
         config = replace(self.config, steps=adaptive_steps(self.config, len(self.batches)))

@@ -1,6 +1,7 @@
 """How weights learn: settings that check themselves."""
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ from dmx.weights.learned_optimizer import STATES, warm_cosine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+FEWEST_TO_HOLD = 8
+"""Batches, one of which is held back; below, none is unless it is asked for."""
+MANY_PASSES = 20
+"""Over a text: from here on what learns is likely to learn the text by heart."""
 IDLE = {
     "weights": ("scale_lr",),
     "scales": ("lr", "masters", "block_steps"),
@@ -183,7 +188,7 @@ class LearnConfig:
 
     def held_of(self, batches: int) -> int:
         """How many of so many batches are not learned from."""
-        return min(4, batches // 8) if self.held_batches is None else self.held_batches
+        return min(4, batches // FEWEST_TO_HOLD) if self.held_batches is None else self.held_batches
 
     def split(self, batches: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Batches to learn from, and those to measure on.
@@ -199,3 +204,46 @@ class LearnConfig:
             )
         learned = list(batches[: len(batches) - held])
         return learned, list(batches[len(batches) - held :])
+
+    def warn_of_little_text(self, learned: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        """Where each batch is seen too often, or where none can be held back, before anything learns.
+
+        Args:
+            learned, held: as `split` gives them.
+        """
+        count, tokens = len(learned), sum(batch.numel() for batch in learned)
+        for name in ("block_steps", "steps"):
+            steps = getattr(self, name)
+            if steps > MANY_PASSES * count:
+                warnings.warn(
+                    f"learn.{name}={steps} on {count} batches, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
+                    f"than {MANY_PASSES}, and so few tokens are learned by heart. Give more text (data.training, "
+                    f"training.batches), or fewer steps (learn.{name}={MANY_PASSES * count}).",
+                    stacklevel=1,  # a place in this package, whose warnings a run keeps
+                )
+        if not held and self.held_batches is None:
+            warnings.warn(
+                f"{count} batches to learn from are too few to hold one back (from {FEWEST_TO_HOLD} on one is): KL before and "
+                "after is measured on what was learned from, and says nothing of other text. Give more text "
+                "(data.training, training.batches), or set learn.held_batches.",
+                stacklevel=1,
+            )
+
+    def warn_where_not_better(self, before: float, after: float, held: int) -> None:
+        """Where what learned is no better than what it started from.
+
+        Args:
+            before, after: KL, nats/token. held: batches held back that both were measured on; 0: on those learned from.
+        """
+        if after < before:
+            return
+        where = f"{held} batches held back" if held else "batches that were learned from"
+        steps = "steps" if self.steps else "block_steps"
+        rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
+        warnings.warn(
+            f"learn.train={self.train}: KL on {where} was {before:.4f} nats/token before and is {after:.4f} after, so what "
+            "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
+            "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer "
+            f"steps (learn.{steps}={getattr(self, steps)}){rate}.",
+            stacklevel=1,
+        )

@@ -371,6 +371,7 @@ def learn_weights(
         assignment = with_block_scales(assignment, config.train)
     listed = list_batches(batches, model)
     learned, held = config.split(listed)
+    config.warn_of_little_text(learned, held)
     facts = _facts(config, learned, held, rules) | {"batches_sha256": batches_sha256(listed)}
     device = next(model.parameters()).device
     Processes(device).check_same_batches(facts["batches_sha256"])
@@ -420,6 +421,7 @@ def learn_weights(
         elif blocks is not None:
             weights |= blocks.kept
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
+        config.warn_where_not_better(facts["kl_before"], facts["kl_after"], len(held))
         stored = _store(result or weights.__getitem__, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 

@@ -121,7 +121,9 @@ class Bench:
                 else self._calibration_tokens
             )
             first = self.training_batches(0)
-            self.learn.split(first)  # too few are refused before a search, not after it
+            split = self.learn.split(first)  # too few are refused before a search, not after it
+            if "learned" in self.weights:
+                self.learn.warn_of_little_text(*split)
             shared = None
             if text is not None:
                 shared = dataclasses.asdict(check_overlap(text, training_text))

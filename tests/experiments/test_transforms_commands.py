@@ -169,7 +169,11 @@ def test_an_ablation_measures_the_transformed_model(run, tmp_path):
         (evaluate, ["transform=hadamard_selected"], "transform='hadamard_selected'"),
         (evaluate, ["transform=turn"], "none, hadamard_block, hadamard_full, learned"),
         (evaluate, ["transform=learned", "transform_file=gone.safetensors"], "cannot be read"),
-        (search, ["search.transform=learned"], "search.name=adaptive: only the differentiable search"),
+        (
+            search,
+            ["search.transform=learned"],
+            "search.name=adaptive: only the differentiable search",
+        ),
         (search, ["search.transform=learned", "search=kl"], "only the differentiable search"),
         (search, ["search.transform=hadamard_block", "search.target=transformers"], "at run time"),
     ],

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -120,6 +121,41 @@ def test_the_callers_mode_does_not_matter(mode, tiny_random):
     expected = learn_weights(model, uniform(model), BATCHES, LearnConfig(**SHORT))
     with mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         assert learn_weights(model, uniform(model), BATCHES, LearnConfig(**SHORT)) == expected
+
+
+def said(config, count=8):
+    """Warnings of a config before it learns from so many batches."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        config.warn_of_little_text(*config.split([BATCHES[0]] * count))
+    return [str(warning.message) for warning in noted]
+
+
+def test_little_text_is_warned_of_before_anything_learns():
+    (often,) = said(LearnConfig(steps=141))
+    assert "learn.steps=141 on 7 batches, 448 tokens: each is seen 20 times, more than 20" in often
+    assert "(data.training, training.batches), or fewer steps (learn.steps=140)" in often
+    assert said(LearnConfig(steps=140)) == []
+    (blocks,) = said(LearnConfig(steps=0, block_steps=200))
+    assert "learn.block_steps=200 on 7 batches" in blocks
+    (unheld,) = said(LearnConfig(steps=7), 7)
+    assert "7 batches to learn from are too few to hold one back (from 8 on one is)" in unheld
+    assert (
+        said(LearnConfig(steps=7, held_batches=0))
+        == []
+        == said(LearnConfig(steps=7, held_batches=1))
+    )
+
+
+@pytest.mark.parametrize(("held", "where"), [(1, "1 batches held back"), (0, "were learned from")])
+def test_weights_that_are_no_better_than_those_before_are_warned_of(held, where, tiny_random):
+    model, config = tiny_random.model, LearnConfig(steps=2, warmup=0, lr=1.0, held_batches=held)
+    with pytest.warns(UserWarning, match=where) as noted:
+        facts = learn_weights(model, uniform(model), BATCHES[:2], config).weights
+    assert facts["kl_after"] > facts["kl_before"]
+    (text,) = (str(warning.message) for warning in noted)
+    assert f"was {facts['kl_before']:.4f} nats/token before and is {facts['kl_after']:.4f}" in text
+    assert "weights=nearest" in text and "learn.steps=2" in text and "data.training" in text
 
 
 def test_an_equal_call_gives_an_equal_file_and_another_seed_another(tiny_random):
