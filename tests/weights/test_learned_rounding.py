@@ -91,10 +91,10 @@ def test_signs_of_gradients_move_them(generator):
 def test_kl_on_held_batches_falls(tiny_trained, tmp_path):
     model, batches = tiny_trained.model, text_batches(tiny_trained.tokenizer)
     assignment = uniform(model).with_rule("weight", "even")
-    config = LearnConfig(**SHORT | {"block_steps": 60})
+    config = LearnConfig(**SHORT | {"block_steps": 20})
     done = learn_weights(model, assignment, batches, config)
     facts = done.weights
-    assert facts["name"] == "learned_rounding" and facts["block_steps"] == 60
+    assert facts["name"] == "learned_rounding" and facts["block_steps"] == 20
     assert facts["kl_after"] < 0.8 * facts["kl_before"]
     assert not {"lr", "warmup", "optimizer_state"} & facts.keys()
     loaded = Assignment.load(done.save(tmp_path / "assignment.json"))
@@ -103,7 +103,7 @@ def test_kl_on_held_batches_falls(tiny_trained, tmp_path):
     assert mean_kl(model, assignment, held) == pytest.approx(facts["kl_before"], rel=1e-3)
     assert mean_kl(model, loaded, held) == pytest.approx(facts["kl_after"], rel=1e-3)
     label = method_of(done, quantized="W+A").label
-    assert label.endswith(" + learned rounding, 60 steps a block, from scales mxfp4 even")
+    assert label.endswith(" + learned rounding, 20 steps a block, from scales mxfp4 even")
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(tiny_random, tmp_path, monkeypatch):
