@@ -93,7 +93,7 @@ class Judgement:
         return "descent" if self.mean + self.stderr < 0 else "scores"
 
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.stderr:.4f} nats/token"
+        return f"{self.mean:+.3g} ± {self.stderr:.2g} nats/token"
 
 
 @torch.no_grad()

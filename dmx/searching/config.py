@@ -403,8 +403,8 @@ class SearchSettings:
                 users = ", ".join(search for search, used in USED_BY.items() if name in used)
                 raise SearchConfigError(
                     f"{changed[0]} is not for search.name={self.name}, which does not use it ({users} "
-                    f"do). Leave it out, or choose another search; in commands search={self.name} sets nothing that it "
-                    "does not use, and search.name alone leaves the settings of the search before."
+                    "do). Leave it out, or choose another search; in commands by search=NAME, since search.name=NAME "
+                    "alone keeps the settings of the search before."
                 )
 
     def for_search(self, name: str, **changes: Any) -> "SearchConfig":
