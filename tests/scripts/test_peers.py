@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import dmx
+from dmx.data import DataConfig, load_text
 from dmx.errors import RunError
 from dmx.models import ModelConfig, TinyConfig, load_model
 from dmx.searching import SearchConfig, search_space
@@ -22,7 +23,7 @@ from experiments.reporting.record import Record
 from experiments.running.settings import CONFIGS
 from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
-from scripts.peers import answers, tools
+from scripts.peers import answers, bench, tools
 from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
 from scripts.peers.workers import (
     auto_round_worker,
@@ -277,6 +278,11 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
         answer_of(formats, own_nll=[5.5] * request.own_windows or None).save(folder / ANSWER)
 
     monkeypatch.setattr(peers, "run_worker", run_worker)
+    texts = {}
+    for split in ("calibration", "evaluation"):
+        text = load_text(DataConfig(name="synthetic", split=split))
+        texts[split] = dataclasses.replace(text, text=text.text[:4096])
+    monkeypatch.setattr(bench, "load_text", lambda config: texts[config.split])
     command = ["tiny_random", "--out", str(tmp_path), "--peers", "auto_round:sign_round", *COMMON]
     command += ["--quantized", "W+A", "W", "--rules", "floor"]
     assert peers.main(command) == 1 and "it died" in capsys.readouterr().err
