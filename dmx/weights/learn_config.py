@@ -90,7 +90,7 @@ class LearnConfig:
                 raise RunError(f"learn.{name}={value!r} must be a finite number > 0")
         for name, low in (
             ("block_steps", 0),
-            ("steps", 0 if self.block_steps else 1),
+            ("steps", 0 if self.block_steps or self.train == "rounding" else 1),
             ("warmup", 0),
             ("seed", 0),
             ("held_batches", 0),
