@@ -100,6 +100,11 @@ def block_to_scale_exponent(
     return torch.where(amax > 0, best, -E8M0.bias).to(torch.int32)
 
 
+def mse_exponents(floor: Tensor) -> list[Tensor]:
+    """The exponents that the rule `mse` chooses from, in the order of MSE_OFFSETS; int32, as the floor rule's."""
+    return [(floor + offset).clamp(-E8M0.bias, E8M0.bias) for offset in MSE_OFFSETS]
+
+
 def mse_candidates(
     blocks: Tensor, element: ElementFormat
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -124,8 +129,7 @@ def scale_candidates(
     # In units of the floor scale squares neither overflow nor vanish where they matter.
     unit = exact_power_of_two(floor)[..., None]
     x = blocks * exact_power_of_two(-floor)[..., None]
-    for offset in MSE_OFFSETS:
-        exponent = (floor + offset).clamp(-E8M0.bias, E8M0.bias)
+    for exponent in mse_exponents(floor):
         step = exact_power_of_two(exponent - floor)[..., None]
         rounded = round_to_element(x / step, element) * step
         yield exponent, rounded * unit, x - rounded

@@ -7,6 +7,11 @@ With MX formats, 32 columns share a scale in each row. It is fixed when their fi
 reached, by the assignment's scale rule, from the weights as they then are. Columns keep their natural
 order: GPTQ's order by activity would tear the blocks apart, which are contiguous along in_features.
 
+The scale may be searched instead: the columns of a block are rounded under each of the four exponents of the
+rule `mse`, and each row keeps the one with the least sum of e_i^2. That sum is what the block adds to the error of the
+layer's output (with the damping, and once later columns have made good what they can), since an output error
+d^T H d is the sum of the e_i^2 of all columns. The values lie on a lattice on which `mse` finds them again without error.
+
 A finished block may lie on a lattice that the scale rule would not choose for it (its largest value
 has shrunk, or, under `ceil`, grown). It is quantized once more by the rule, and where that changes
 a row, the errors of the block are computed again from its end: e solves U^T e = w - q there.
@@ -20,7 +25,7 @@ scale from the start, and errors that push a value beyond 448 of it are clamped 
 the result again needs the same amax: stored weights keep the scales themselves.
 
 Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales,
-the second quantization and the correction for inputs are ours.
+their search, the second quantization and the correction for inputs are ours.
 """
 
 from collections.abc import Callable
@@ -33,9 +38,10 @@ from torch import Tensor
 from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
-from dmx.numerics import block_to_scale_exponent, round_to_element
+from dmx.numerics import amax_to_scale_exponent, block_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two
 from dmx.numerics.scaled import block_scales
+from dmx.numerics.scaling import mse_exponents
 
 LAZY_COLUMNS = 128
 """Columns whose errors reach the rest of the weight in one product; from the paper."""
@@ -146,12 +152,36 @@ def _to_units(
     if block_format.is_mx:
         padded = F.pad(block, (0, 0, 0, block_format.block_size - len(block)))
         exponent = block_to_scale_exponent(padded.T, block_format.element, scale_rule)
-        # Powers of two: the loop in units of the scale gives the bits of the loop without.
-        return block * exact_power_of_two(-exponent), exact_power_of_two(exponent)
+        return _in_units_of(exponent, block)
     size = block_format.block_size or len(block)
     blocks = F.pad(block, (0, 0, 0, size - len(block))).T[:, None]
     scale = block_scales(blocks, block_format, scale_rule, amax).scale[:, 0]
     return torch.where(scale > 0, block / scale, block), scale
+
+
+def _in_units_of(exponent: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
+    # Powers of two: the loop in units of the scale gives the bits of the loop without.
+    return block * exact_power_of_two(-exponent), exact_power_of_two(exponent)
+
+
+def _round_searching(
+    block: Tensor, factor: Tensor, element: ElementFormat, by: RoundColumns
+) -> tuple[Tensor, Tensor]:
+    """Values and errors of a block (columns, rows) under the scale of each row whose errors are least; of those
+    alike under the largest."""
+    exponents = mse_exponents(amax_to_scale_exponent(block.abs().amax(0), element))
+    best, best_errors = torch.zeros_like(block), torch.zeros_like(block)
+    least = torch.full_like(block[0], torch.inf)
+    for exponent in exponents:
+        units, scale = _in_units_of(exponent, block)
+        values, errors = by(units, factor, element)
+        # In units of one scale squares neither overflow nor vanish where they matter.
+        found = (errors * exact_power_of_two(exponent - exponents[0])).square().sum(0)
+        is_better = found < least
+        best = torch.where(is_better, values * scale, best)
+        best_errors = torch.where(is_better, errors * scale, best_errors)
+        least = torch.where(is_better, found, least)
+    return best, best_errors
 
 
 @torch.no_grad()
@@ -163,6 +193,7 @@ def round_weight(
     *,
     by: RoundColumns = round_columns,
     amax: float | None = None,
+    search: bool = False,
 ) -> Tensor:
     """Round one weight, or the stacked weights of layers that share their input: in formats without a
     scale of the whole tensor.
@@ -171,6 +202,7 @@ def round_weight(
         weight: (out, in) fp32, bf16 or fp16. factor: (in, in) float32 of `inverse_factor`.
         by: rounds the columns of a block; a `GraphedColumns` gives the same bits sooner on a GPU.
         amax: that scales are made for; None: the weight's own.
+        search: try the four exponents of `mse` in each block of an MX format; the rule must be that one.
 
     Returns:
         (out, in) float32, values of the format; `fake_quant` by it, the rule and the `fixed_amax` of the
@@ -186,9 +218,11 @@ def round_weight(
         for first in range(start, end, size):
             last = min(first + size, end)
             block, own = free[first:last], factor[first:last, first:last]
-            units, scale = _to_units(block, block_format, scale_rule, fixed)
-            values, error = by(units, own, element)
-            values, error = values * scale, error * scale
+            if search:
+                values, error = _round_searching(block, own, element, by)
+            else:
+                units, scale = _to_units(block, block_format, scale_rule, fixed)
+                values, error = (t * scale for t in by(units, own, element))
             ruled = ops.fake_quant(values, block_format, axis=0, scale_rule=scale_rule, amax=fixed)
             again = torch.linalg.solve_triangular(own.T, block - ruled, upper=False)
             error = torch.where((ruled != values).any(0), again, error)

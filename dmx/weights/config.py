@@ -5,12 +5,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dmx.errors import RunError
-from dmx.formats import BlockFormat, Format
+from dmx.formats import BlockFormat, Format, check_choice
 
 WEIGHTS = ("nearest", "mse", "local_hessian", "gptq", "learned")
 """What `weights` may say: nearest leaves them to the format and its scale rule, mse takes that rule for all
 of them, local_hessian chooses among the scales of mse on calibration data, gptq rounds on these, learned trains them
 under their formats."""
+
+GPTQ_SCALES = ("rule", "search")
+"""What `gptq.scales` may say."""
 
 
 @dataclass(kw_only=True)
@@ -24,11 +27,15 @@ class GptqConfig:
     correct_inputs: bool = False
     """Round to weights that also make good what quantizing the inputs loses: better as W+A, worse
     than nearest as W."""
+    scales: str = "rule"
+    """Scales of blocks: rule = by the assignment's scale rules; search = of the four exponents of the rule mse the one
+    that leaves the least error after compensation, MX formats alone."""
     batches: int | None = 32
     """Calibration batches, the first so many; null = all."""
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
+        check_choice(self.scales, GPTQ_SCALES, "gptq.scales")
         _check_batches("gptq", self.batches)
 
 
@@ -51,10 +58,21 @@ def _check_batches(stage: str, batches: int | None) -> None:
 
 
 def check_local_hessian(formats: Iterable[Format]) -> None:
+    """Refuse formats that `weights=local_hessian` cannot take; see `_check_exponents`."""
+    _check_exponents(formats, "weights=local_hessian", "weights=mse or gptq")
+
+
+def check_searched_scales(formats: Iterable[Format]) -> None:
+    """Refuse formats that `gptq.scales=search` cannot take; see `_check_exponents`."""
+    _check_exponents(formats, "gptq.scales=search", "gptq.scales=rule")
+
+
+def _check_exponents(formats: Iterable[Format], setting: str, instead: str) -> None:
     """Refuse formats that weights may have and that have no power of two for each block.
 
     Args:
         formats: layers in BF16 stay as they are.
+        setting, instead: what cannot take them, and what can.
 
     Raises:
         RunError: one is no MX format.
@@ -62,8 +80,8 @@ def check_local_hessian(formats: Iterable[Format]) -> None:
     for other in formats:
         if isinstance(other, BlockFormat) and not other.is_mx:
             raise RunError(
-                f"weights=local_hessian, and weights may be in {other}: only MX formats have a power of two for each "
-                "block to choose. Use weights=mse or gptq, or search.family and search.fixed of MX formats."
+                f"{setting}, and weights may be in {other}: only MX formats have a power of two for each "
+                f"block to choose. Use {instead}, or search.family and search.fixed of MX formats."
             )
 
 

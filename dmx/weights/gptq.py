@@ -10,7 +10,10 @@ squares fit of X' W^T by X,
 
     W + W C^T H^-1,   C = X^T (X' - X)
 
-Source: GPTQ, arXiv 2210.17323; the correction for inputs is ours.
+Scales of blocks follow from the assignment's rules, or are searched (`scales="search"`): the assignment then has the
+rule `mse` for weights, which finds them again.
+
+Source: GPTQ, arXiv 2210.17323; the correction for inputs and the search of scales are ours.
 """
 
 from collections.abc import Iterable
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 from dmx.applying.linear import QuantLinear
 from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
-from dmx.formats import BlockFormat
+from dmx.formats import BlockFormat, check_choice
 from dmx.models.sharding import whole
 from dmx.weights.columns import (
     GraphedColumns,
@@ -33,7 +36,7 @@ from dmx.weights.columns import (
     round_columns,
     round_weight,
 )
-from dmx.weights.config import check_damping
+from dmx.weights.config import GPTQ_SCALES, check_damping, check_searched_scales
 from dmx.weights.recorder import Recorder
 from dmx.weights.rounding import Rounding, States, round_on
 from dmx.weights.traversal import Traversal
@@ -50,9 +53,10 @@ class _Gptq(Rounding):
         *,
         damping: float,
         correct_inputs: bool,
+        search: bool,
     ) -> None:
         super().__init__(traversal, assignment, states, with_cross=correct_inputs)
-        self.damping = damping
+        self.damping, self.search = damping, search
         on_gpu = next(traversal.model.parameters()).device.type == "cuda"
         self.round_columns: RoundColumns = GraphedColumns() if on_gpu else round_columns
 
@@ -74,8 +78,9 @@ class _Gptq(Rounding):
                 target = corrected_weight(target, factor, seen.cross)
             stated = self.assignment.amax_of_weight(together[0])
             rounded = round_weight(
-                target, factor, block_format, rule, by=self.round_columns, amax=stated
-            )
+                target, factor, block_format, rule,
+                by=self.round_columns, amax=stated, search=self.search,
+            )  # fmt: skip
             sizes = [len(weight) for weight in weights]
             for name, weight, own, wanted in zip(
                 together, weights, rounded.split(sizes), target.split(sizes), strict=True
@@ -92,6 +97,7 @@ def gptq(
     damping: float = 0.01,
     inputs: bool = True,
     correct_inputs: bool = False,
+    scales: str = "rule",
     folder: str | Path | None = None,
 ) -> Assignment:
     """The assignment with weights rounded by GPTQ; formats and bits stay.
@@ -99,22 +105,32 @@ def gptq(
     Args:
         model: that the assignment was made for, without it applied; it is left as it was.
         batches: int64 token ids (batch, length), all of one shape, as for `search`.
-        damping, inputs, correct_inputs: see `GptqConfig`.
+        damping, inputs, correct_inputs, scales: see `GptqConfig`.
         folder: keeps the state of a stopped run (`gptq_state`), from which the same call goes
             on with the same numbers; it may be deleted afterwards.
 
     Returns:
-        An assignment whose `weights` says how; its tensors are written by `save`.
+        An assignment whose `weights` says how, with the scale rule `mse` for weights where scales are searched; its
+        tensors are written by `save`.
 
     Raises:
         AssignmentError: it is rounded already, or for another model. ModelError: applied already,
         layers that share one weight, blocks that do not run one after the other. DataError: the
-        batches. RunError: damping, a Hessian that cannot be used, or a folder of another run.
+        batches. RunError: damping, a Hessian that cannot be used, a folder of another run, or searched scales
+        of formats other than MX. FormatError: scales.
     """
     check_damping(damping)
+    check_choice(scales, GPTQ_SCALES, "gptq.scales")
+    search = scales == "search"
+    if search:
+        check_searched_scales(assignment.block_formats("weight").values())
+        assignment = assignment.with_rule("weight", "mse")
 
     def make(traversal: Traversal, assignment: Assignment, states: States) -> _Gptq:
-        return _Gptq(traversal, assignment, states, damping=damping, correct_inputs=correct_inputs)
+        return _Gptq(
+            traversal, assignment, states,
+            damping=damping, correct_inputs=correct_inputs, search=search,
+        )  # fmt: skip
 
     return round_on(
         model,
@@ -123,7 +139,12 @@ def gptq(
         make,
         name=_Gptq.name,
         module=__name__,
-        settings={"damping": damping, "inputs": inputs, "correct_inputs": correct_inputs},
+        settings={
+            "damping": damping,
+            "inputs": inputs,
+            "correct_inputs": correct_inputs,
+            "scales": scales,
+        },
         inputs=inputs,
         folder=folder,
     )

@@ -83,7 +83,11 @@ def _calibrated_said(
 def _gptq_said(facts: Mapping[str, Any]) -> dict[str, bool]:
     usual = GptqConfig()
     damping = facts.get("damping", usual.damping)
-    return {f"damping {damping:g}": damping != usual.damping, **_calibrated_said(facts, usual)}
+    return {
+        f"damping {damping:g}": damping != usual.damping,
+        "scales searched": facts.get("scales") == "search",
+        **_calibrated_said(facts, usual),
+    }
 
 
 _ROUNDED: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {

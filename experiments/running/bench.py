@@ -302,7 +302,7 @@ class Bench:
             done = gptq(
                 self.model, nearest, self.batches(seed)[: self.gptq.batches],
                 damping=self.gptq.damping, inputs=self.gptq.inputs,
-                correct_inputs=self.gptq.correct_inputs, folder=folder,
+                correct_inputs=self.gptq.correct_inputs, scales=self.gptq.scales, folder=folder,
             )  # fmt: skip
         elif stage == "local_hessian":
             done = local_hessian(

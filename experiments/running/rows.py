@@ -44,7 +44,8 @@ def method_of(
     name, formats = search.name, set(assignment.formats.values()) - {"bf16"}
     is_searched = name not in (None, "uniform")
     stage, rules = _stage_of(assignment), assignment.scale_rules
-    if stage in _BY_MSE:  # says the rules of the weights
+    searched = (assignment.weights or {}).get("scales") == "search"
+    if stage in _BY_MSE or searched:  # says the rules of the weights
         rules = {operand: rules[operand] for operand in rules if operand != "weight"}
     family = (search.family,) if isinstance(search.family, str) else search.family or ()
     is_fixed = search.input_format is not None

@@ -17,7 +17,12 @@ from dmx.models import ModelConfig
 from dmx.models.streaming import MEMORIES
 from dmx.processes import launched_sharded, started_together
 from dmx.searching import SearchSettings
-from dmx.weights.config import GptqConfig, LocalHessianConfig, check_local_hessian
+from dmx.weights.config import (
+    GptqConfig,
+    LocalHessianConfig,
+    check_local_hessian,
+    check_searched_scales,
+)
 from dmx.weights.learn_config import LearnConfig
 
 from ..reporting.record import HEURISTICS, QUANTIZED
@@ -266,6 +271,8 @@ class SearchingRun:
             self.learn.check_formats(self.search.formats_of("weight"))
         if "local_hessian" in weights:
             check_local_hessian(self.search.formats_of("weight"))
+        if "gptq" in weights and self.gptq.scales == "search":
+            check_searched_scales(self.search.formats_of("weight"))
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

@@ -168,6 +168,10 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
             ("weights=[local_hessian]", "search.family=[nvfp4,fp8]"),
             "weights=local_hessian, and weights may be in nvfp4: only MX formats",
         ),
+        (
+            ("weights=[gptq]", "gptq.scales=search", "search.family=[nvfp4,fp8]"),
+            "gptq.scales=search, and weights may be in nvfp4: only MX formats",
+        ),
     ],
 )
 def test_what_cannot_learn_is_refused_before_anything_is_searched(bad, says, run, tmp_path):

@@ -70,6 +70,9 @@ ROWS = {
     "gptq, inputs corrected": replace(
         told(weights="gptq"), weights={"name": "gptq", "correct_inputs": True}
     ),
+    "gptq, scales searched": replace(
+        told(weights="gptq"), weights={"name": "gptq", "scales": "search"}
+    ),
 }
 """What a table's title or setting says -> a row that it is said of."""
 
