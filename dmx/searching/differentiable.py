@@ -321,13 +321,13 @@ class DifferentiableSearch:
 
     def _decide_on_graph(self) -> bool:
         asked = self.config.descent.cuda_graph
+        if asked == "auto" and self.config.descent.gradient_checkpointing:
+            return False
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the model is on {self.device.type}"
         elif stream_of(self.model) is not None:
             obstacle = "the model is held block by block"
-        elif self.config.descent.gradient_checkpointing:
-            obstacle = "search.descent.gradient_checkpointing=true recomputes with control flow"
         elif self._reads_on_host() and actual_backend(self.device) == "reference":
             obstacle = "the reference of the straight line, nvfp4 and fp8 reads on the host"
         elif not is_purely_causal(self.model, self.batches[0].shape[1]):

@@ -21,6 +21,8 @@ def ratio(a: float | None, b: float | None) -> str:
 
 
 def describe(row: dict[str, Any]) -> str:
+    if "reason" in row:
+        return str(row["reason"])
     return (
         f"{milli(row['search_seconds'])} ms against {milli(row['plain_seconds'])} ms, "
         f"{whole(row['search_mib'])} against {whole(row['plain_mib'])} MiB"
@@ -47,7 +49,7 @@ def steps_table(rows: list[dict[str, Any]]) -> list[str]:
                 f"{r['rows']} x {r['length']}",
                 settings_text(r["settings"]),
                 milli(r["plain_seconds"]),
-                milli(r["search_seconds"]),
+                r["reason"] if "reason" in r else milli(r["search_seconds"]),
                 ratio(r["search_seconds"], r["plain_seconds"]),
                 whole(r["plain_mib"]),
                 whole(r["search_mib"]),

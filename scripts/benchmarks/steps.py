@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import dmx
 from dmx.assignment.budget import Budget
+from dmx.errors import DmxError
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import DescentConfig
 from dmx.searching.differentiable import DifferentiableSearch
@@ -34,6 +35,7 @@ from scripts.benchmarks.shapes import (
 )
 
 REPEATS = 9
+NOT_MEASURED: dict[str, Any] = {"search_seconds": None, "search_mib": None, "graph": None}
 
 
 def plain_step(model: Any, tokens: Tensor) -> None:
@@ -124,7 +126,13 @@ def compare_steps(
         try:
             row |= run_search(model, batches, device, **settings)
         except torch.OutOfMemoryError:
-            row |= {"search_seconds": None, "search_mib": None, "graph": None}
+            row |= NOT_MEASURED
+        except (RuntimeError, DmxError) as error:
+            if variant.get("cuda_graph") != "on":
+                raise
+            row |= NOT_MEASURED | {"reason": str(error).strip().splitlines()[0]}
+            if device == "cuda":  # which a capture that failed does not leave by itself
+                torch.cuda.set_stream(torch.cuda.default_stream())
         yield row
         say(f"{shape.name} {rows} x {length} {variant}: {describe(row)}")
 
@@ -133,6 +141,7 @@ KL: dict[str, Any] = {"objective": "kl", "keep_reference": "off"}
 KL_KEPT = KL | {"keep_reference": "on"}
 OBJECTIVES: list[dict[str, Any]] = [{"objective": "cross_entropy"}, KL, KL_KEPT]
 """A batch comes again in every step here: without its reference kept a step is that of a batch seen once."""
+CHECKPOINTED: dict[str, Any] = {"objective": "cross_entropy", "gradient_checkpointing": True}
 
 
 def steps(device: str, tiny: bool) -> list[dict[str, Any]]:
@@ -152,7 +161,9 @@ def steps(device: str, tiny: bool) -> list[dict[str, Any]]:
         for rows, length in batches:
             variants = list(OBJECTIVES)
             if (rows, length) == batches[-1] and device == "cuda":
-                variants.append({"objective": "cross_entropy", "gradient_checkpointing": True})
+                variants.append(CHECKPOINTED)
+                captured = {"gradient_checkpointing": True, "cuda_graph": "on"}
+                variants += [variant | captured for variant in OBJECTIVES]
             repeats = 3 if device == "cpu" else REPEATS
             found += compare_steps(model, shape, rows, length, device, repeats, variants)
         del model

@@ -11,7 +11,10 @@ def settings_text(settings: dict[str, Any]) -> str:
     text = settings["objective"].replace("_", " ")
     if settings.get("keep_reference") == "on":
         text += ", reference kept"
-    return text + (", checkpointing" if settings.get("gradient_checkpointing") else "")
+    if settings.get("gradient_checkpointing"):
+        text += ", checkpointing"
+        text += " in a graph" if settings.get("cuda_graph") == "on" else ""
+    return text
 
 
 def check_of(name: str, values: list[float], limit: float, *, at_least: bool) -> list[str]:

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from dmx.errors import DmxError
 from experiments.reporting.pages.large import large_page
 from scripts.benchmarks import __main__ as bench
-from scripts.benchmarks import kernels, large, peers, report, targets
+from scripts.benchmarks import kernels, large, peers, report, shapes, steps, targets
 
 
 def test_exponents_are_slopes_in_logarithms_and_skip_what_is_missing():
@@ -42,6 +43,19 @@ def test_the_report_is_made_again_from_the_kept_numbers(tmp_path, monkeypatch, c
     row = kept["steps"]["rows"][0] | {"search_seconds": None, "search_mib": None, "graph": None}
     kept["steps"]["rows"] = [row]
     assert "out of memory" in report.report({"cpu": kept})
+
+
+def test_a_step_that_cannot_be_captured_is_a_row_with_the_reason():
+    asked = {"objective": "kl", "gradient_checkpointing": True, "cuda_graph": "on"}
+    wrong = {"objective": "kl", "penalty": "none"}
+    model = shapes.make_model(shapes.TINY, "cpu")
+    rows = steps.compare_steps(model, shapes.TINY, 1, 8, "cpu", 1, [asked, wrong])
+    refused = next(rows)
+    assert "the model is on cpu" in refused["reason"]
+    (line,) = report.steps_table([refused])[2:3]
+    assert "| kl, checkpointing in a graph |" in line and "the model is on cpu" in line
+    with pytest.raises(DmxError, match="penalty"):
+        next(rows)
 
 
 def test_other_libraries_are_timed_and_those_that_are_missing_say_why(monkeypatch):
