@@ -230,18 +230,18 @@ class LearnConfig:
             )
 
     def warn_where_not_better(self, before: float, after: float, held: int) -> None:
-        """Where what learned is no better than what it started from.
+        """Where what learned is no better than what it started from, on text that it did not learn from.
 
         Args:
-            before, after: KL, nats/token. held: batches held back that both were measured on; 0: on those learned from.
+            before, after: KL, nats/token. held: batches held back that both were measured on; 0: on the first of those
+                learned from, which a search may have chosen the formats by, too, so that they show nothing of the sort.
         """
-        if after < before:
+        if not held or after < before:
             return
-        where = f"{held} batches held back" if held else "batches that were learned from"
         steps = "steps" if self.steps else "block_steps"
         rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
         warnings.warn(
-            f"learn.train={self.train}: KL on {where} was {before:.4f} nats/token before and is {after:.4f} after, so what "
+            f"learn.train={self.train}: KL on {held} batches held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
             "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
             "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer "
             f"steps (learn.{steps}={getattr(self, steps)}){rate}.",
