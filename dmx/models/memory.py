@@ -27,6 +27,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether it is such an error, or follows from one: a capture that ran out ends in an error of the graph's,
+    raised while that one is handled."""
+    return any(map(is_out_of_memory, filter(None, (error, error.__context__))))
+
+
+def release() -> None:
+    """Give back to the device what nothing holds any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def room_to_keep(device: torch.device) -> float:
     """Bytes that what is kept for later passes may take there."""
     if device.type != "cuda":
@@ -58,17 +71,11 @@ class MicroBatch:
                 return use()
             except (MemoryError, RuntimeError) as error:
                 ran = min(self.rows or rows, rows)
-                # A capture that ran out ends in an error of the graph's, raised while that one is handled.
-                causes = (error, error.__context__)
-                if not (
-                    self.halves and ran > 1 and any(map(is_out_of_memory, filter(None, causes)))
-                ):
+                if not (self.halves and ran > 1 and ran_out(error)):
                     raise
             # Here, where nothing holds what the pass that failed had allocated.
             self.rows = (ran + 1) // 2
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            release()
             warnings.warn(
                 f"{self.stage}: the memory does not hold {ran} rows at a time; it goes on with {self.rows} "
                 f"({self.stage}.oom=halve). {self.stage}.micro_batch={self.rows} begins so.",

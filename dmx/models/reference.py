@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.models.memory import is_out_of_memory, room_to_keep
+from dmx.models.memory import ran_out, room_to_keep
 from dmx.models.running import model_logits
 from dmx.models.sharding import gather_outer
 from dmx.processes import Processes
@@ -175,9 +175,7 @@ class KeptReferences:
     def give_up(self, error: BaseException) -> bool:
         """Whether memory ran out and there was something that auto had kept; it is let go of, and nothing is kept
         from here on."""
-        # A capture that ran out ends in an error of the graph's, raised while that one is handled.
-        causes = filter(None, (error, error.__context__))
-        gives = self.asked == "auto" and bool(self._kept) and any(map(is_out_of_memory, causes))
+        gives = self.asked == "auto" and bool(self._kept) and ran_out(error)
         if gives:
             self.keeps, self._kept = False, {}
         return gives

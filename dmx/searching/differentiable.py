@@ -11,7 +11,6 @@ Source: dMX, arXiv 2606.04115, with the top-aligned continuous quantizer of
 `dmx.numerics.continuous`.
 """
 
-import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +34,7 @@ from dmx.models.checkpointing import checkpointing
 from dmx.models.experts import has_linear_experts
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import StepGraphs
+from dmx.models.memory import release
 from dmx.models.reference import KeptReferences, Output, WholeLogits, output_of
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.models.sharding import is_sharded
@@ -309,9 +309,7 @@ class DifferentiableSearch:
                     raise
             # Here, where nothing holds what the pass that failed had allocated.
             self._graphed.forget()
-            gc.collect()
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
+            release()
             return step(*inputs)
 
         def fitting(index: int, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
