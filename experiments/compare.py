@@ -39,7 +39,7 @@ class CompareRun(settings.SearchingRun):
     seeds: int
     """Calibration samples 0 .. seeds-1, each with every search and budget."""
     baselines: list[str]
-    """bf16, uniform (every MX format)."""
+    """bf16, uniform (every MX format), or a format, which every layer then has."""
     collect: str | None
     """Folder whose runs are joined into one report, instead of searching."""
     ablate: str | None
@@ -53,7 +53,7 @@ class CompareRun(settings.SearchingRun):
     def __post_init__(self) -> None:
         check_choice(self.safety, settings.SAFETY, "safety")
         settings.check_some("weights", self.weights, WEIGHTS)
-        settings.check_each("baselines", self.baselines, settings.BASELINES[:2])
+        settings.check_each("baselines", self.baselines, settings.UNIFORM)
         self.check_formats(self.weights)
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds

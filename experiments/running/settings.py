@@ -30,8 +30,10 @@ from ..reporting.record import HEURISTICS, QUANTIZED
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 """Of a clone beside `experiments`, of an installed package inside it."""
 SAFETY = ("off", "calibrated")
-BASELINES = ("bf16", "uniform", *HEURISTICS, *BLOCK_FORMATS)
-"""Of a search; the first two of a comparison. uniform is every MX format, a name that one."""
+UNIFORM = ("bf16", "uniform", *BLOCK_FORMATS)
+"""Baselines of a comparison: uniform is every MX format, a name that one."""
+BASELINES = (*UNIFORM, *HEURISTICS)
+"""Of a search."""
 
 
 class ConfigError(DmxError):

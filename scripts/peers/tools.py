@@ -63,6 +63,8 @@ PEERS = {
             "exact": Method(label="dmx exact, 400 steps"),
             "differentiable": Method(label="dmx differentiable, 400 steps"),
             "adaptive": Method(label="dmx adaptive"),
+            "kl_per_bit_polish": Method(label="dmx kl_per_bit, polished"),
+            "adaptive_polish": Method(label="dmx adaptive, polished"),
         },
     ),
     "ours_weights": Peer(
@@ -75,6 +77,12 @@ PEERS = {
                 takes=("learn_steps",),
             ),
             "gptq": Method(label="dmx GPTQ", gives="weights", after="auto_round:auto_scheme"),
+            "adaptive_polish_learned": Method(
+                label="dmx adaptive, polished, then learned",
+                gives="weights",
+                after="ours:adaptive_polish",
+                takes=("learn_steps",),
+            ),
             "kl_per_bit_learned": Method(
                 label="dmx kl_per_bit, then learned",
                 gives="weights",

@@ -67,11 +67,12 @@ def test_the_safety_net_adds_a_row_that_is_no_seed_of_the_search(run, record_of,
         "budgets=[5.0]",
         "searches=[kl]",
         "safety=calibrated",
-        "baselines=[]",
+        "baselines=[nvfp4]",
     ]
     code, _out, err = run(compare, *arguments, f"run.folder={tmp_path}/run")
     assert code == 0, err
-    bare, net = record_of(tmp_path / "run").rows
+    uniform, bare, net = record_of(tmp_path / "run").rows
+    assert uniform.label == "uniform nvfp4"
     assert (bare.label, bare.method.net, bare.safety) == ("kl", False, None)
     assert (net.label, net.method.search, net.method.net) == ("kl + net", "kl", True)
     assert net.safety["fallback_rate"] >= 0

@@ -162,6 +162,15 @@ def test_what_stands_in_for_modelopts_extension_is_our_rule_rceil(generator):
 def test_our_descent_is_that_of_the_preset():
     preset = OmegaConf.load(CONFIGS / "search" / "exact.yaml")
     assert dict(preset.descent) == ours.EXACT and preset.objective == "kl"
+    polished = OmegaConf.load(CONFIGS / "search" / "polished.yaml")
+    assert polished.polish.rounds == ours.ROUNDS
+
+
+@pytest.mark.parametrize("rows, batches", [(1, 1), (16, 16), (64, 32), (96, 32), (500, 125)])
+def test_batches_of_a_search_have_rows_alike(rows, batches):
+    found = ours.batches_of(torch.arange(rows)[:, None])
+    assert [len(b) for b in found] == [rows // batches] * batches
+    assert torch.equal(torch.cat(found), torch.arange(rows)[:, None])
 
 
 def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget
 from dmx.searching import SearchConfig, search, search_space
-from dmx.searching.config import DescentConfig
+from dmx.searching.config import DescentConfig, PolishConfig
 from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
@@ -26,8 +26,13 @@ EXACT: dict[str, Any] = {
 }
 """Of configs/search/exact.yaml (a test compares), which adaptive.yaml takes, too."""
 STEPS = {"dmx_40": 40, "dmx_80": 80, "exact": 400}
+POLISHED = "_polish"
+"""End of the name of a search that is polished, in rounds as configs/search/polished.yaml has them."""
+ROUNDS = 12
 ROWS = 8
-"""Of a step of learning, at most; all batches have as many."""
+"""Of a step, at most; all batches have as many."""
+BATCHES = 32
+"""Of a search, at least, before a batch has more than one row."""
 
 
 def config_of(cell: Cell) -> SearchConfig:
@@ -36,11 +41,20 @@ def config_of(cell: Cell) -> SearchConfig:
     units = "fused" if any(len(unit) > 1 for unit in asked.units) else "layer"
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
     exact: dict[str, Any] = {"objective": "kl", "descent": DescentConfig(**EXACT)}
-    if asked.method in STEPS:
-        return SearchConfig(name="differentiable", steps=STEPS[asked.method], **exact, **shared)
-    if asked.method == "adaptive":
+    method = "kl_per_bit" if asked.given else asked.method
+    if method.endswith(POLISHED):
+        method, shared["polish"] = method.removesuffix(POLISHED), PolishConfig(rounds=ROUNDS)
+    if method in STEPS:
+        return SearchConfig(name="differentiable", steps=STEPS[method], **exact, **shared)
+    if method == "adaptive":
         return SearchConfig(name="adaptive", **exact, **shared)
-    return SearchConfig(name="kl_per_bit" if asked.given else asked.method, **shared)
+    return SearchConfig(name=method, **shared)
+
+
+def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
+    """Of a search: (rows, length) each, on the CPU, as many rows in one as leave BATCHES of them, ROWS at most."""
+    rows = math.gcd(len(tokens), min(ROWS, max(1, len(tokens) // BATCHES)))
+    return list(tokens.cpu().split(rows))
 
 
 def run(cell: Cell) -> None:
@@ -49,11 +63,13 @@ def run(cell: Cell) -> None:
     if cell.request.given is not None:
         return weights(cell, model)
     config, budget = config_of(cell), Budget(cell.request.limit)
-    batches = [row[None].cpu() for row in cell.tokens]
+    batches = batches_of(cell.tokens)
     result = cell.timed(lambda: search(model, batches, budget, config))
     assignment = result.assignment
     if assignment.search is not None and assignment.search.kept is not None:
         cell.notes.append(f"{len(result.history)} steps; kept: {assignment.search.kept}")
+    if config.polish.rounds:
+        cell.notes.append(f"at most {config.polish.rounds} rounds of polish")
     cell.answer(
         dict(assignment.formats),
         ("dmx",),
@@ -70,7 +86,7 @@ def weights(cell: Cell, model: Any) -> None:
     space = search_space(model, config_of(cell))
     formats = make_assignment(space, space.choice_of(asked.given), model)
     if asked.method == "gptq":
-        batches = [row[None].cpu() for row in cell.tokens]
+        batches = batches_of(cell.tokens)
         done = cell.timed(lambda: gptq(model, formats, batches))
     else:
         rows = math.gcd(len(cell.tokens), ROWS)
