@@ -16,6 +16,8 @@ from typing import Any, Self, Union, get_args, get_origin, get_type_hints
 from dmx import files
 from dmx.errors import RunError
 
+from .packed import unpack
+
 
 def read_json(path: Path, way_out: str) -> dict[str, Any]:
     """A file's JSON object.
@@ -46,6 +48,11 @@ def _read(hint: Any, value: Any, where: str) -> Any:
             return None
         options = [option for option in inner if option is not type(None)]
         return _read(options[0] if len(options) == 1 else _option(options, value), value, where)
+    if origin is tuple and inner[0] is float and isinstance(value, str):
+        try:
+            return unpack(value)
+        except ValueError as error:
+            raise RunError(f"{where} is {value!r:.80}, {error}") from None
     if origin is tuple and isinstance(value, list | tuple):
         if inner[0] in (int, float, str) and all(type(v) is inner[0] for v in value):
             return tuple(value)  # thousands of items at once
