@@ -9,7 +9,7 @@
 
 A cell that is there is shown and not run again, one that was stopped goes on; one of other settings is refused. Cells are
 run in the order given. The same command in several processes shares them: a cell that another process runs is left to it.
-Records are copied to --records, by default into docs/results/records, as tokens_<rule>_<tokens>.json;
+Records are published in --records, by default docs/results/records, as tokens_<rule>_<tokens>.json;
 `python scripts/make_tables.py` makes the page. What stands after `--` is given to `dmx compare` as it is.
 """
 
@@ -19,9 +19,10 @@ import sys
 from pathlib import Path
 
 from dmx.errors import RunError
-from dmx.files import check_writable, write_text
+from dmx.files import check_writable
 
 from ..claiming import claimed
+from ..publish_record import publish, published, read_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TOKENS = (512, 2048, 8192, 32768, 131072, 524288)
@@ -108,7 +109,7 @@ def main() -> int:
                 command += cell(tokens, rule, folder, asked)
                 if code := subprocess.run(command, cwd=ROOT).returncode:
                     return code
-            write_text(asked.records / f"{name}.json", (folder / "record.json").read_text())
+            publish(published(read_run(folder)), name, asked.records, force=True)
     return 0
 
 

@@ -8,7 +8,7 @@
 MODEL is a file of configs/model, or a folder. Peers run in environments of their own (`make peers`). Started again, it
 goes on: a cell that has its record.json is shown, one that failed is tried again. Several processes may have one --out: a
 cell that another runs is left to it, and what it follows from is waited for. Records for docs/results/peers.md:
-copy cells/*/record.json to docs/results/records/peers_*.json.
+python -m scripts.publish_record OUT/cells/NAME peers_NAME.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.reporting.pages.tokens import calibration_tokens, tokens_page
+from experiments.reporting.record import Record
 from scripts.benchmarks import tokens
 
 from ..experiments.helpers import FULL, method, row
@@ -71,15 +72,15 @@ def test_a_cell_has_as_many_tokens_as_it_says(
     assert said["search.scale_rules.input"] == "even" and arguments[-1] == "run.device=cpu"
 
 
-def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypatch, capsys):
-    out, records, ran = tmp_path / "out", tmp_path / "records", []
+def test_every_cell_is_given_to_compare_and_its_record_published(tmp_path, monkeypatch, capsys):
+    out, records, ran, cells = tmp_path / "out", tmp_path / "records", [], {}
     records.mkdir()
 
     def run(command, **_):
         ran.append(command)
         folder = Path(next(a for a in command if a.startswith("run.folder=")).partition("=")[2])
-        folder.mkdir(parents=True)
-        (folder / "record.json").write_text(folder.name)
+        cells[folder.name] = at(int(folder.name.rpartition("_")[2]), fisher=3.3)
+        cells[folder.name].save(folder / "record.json")
         return type("Done", (), {"returncode": 3 * (len(ran) > 1)})
 
     monkeypatch.setattr(tokens.subprocess, "run", run)
@@ -87,7 +88,8 @@ def test_every_cell_is_given_to_compare_and_its_record_copied(tmp_path, monkeypa
     monkeypatch.setattr(sys, "argv", asked.split())
     assert tokens.main() == 3 and len(ran) == 2 and ran[0][-1] == "steps=1"
     (copied,) = records.iterdir()  # of the one that did not fail
-    assert copied.name == "tokens_floor_512.json" and copied.read_text() == "tokens_floor_512"
+    assert copied.name == "tokens_floor_512.json"
+    assert Record.load(copied) == cells["tokens_floor_512"]
     monkeypatch.setattr(sys, "argv", asked.split())
     with (
         tokens.claimed(out / "tokens_floor_512.lock"),
