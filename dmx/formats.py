@@ -449,6 +449,10 @@ def soft_path(
     return "element" if has_element and asked != "line" else "line"
 
 
+SWITCH = ("auto", "on", "off")
+"""What a setting may say that is decided by what is there unless it is said."""
+
+
 def check_choice(value: object, allowed: tuple[str, ...], setting: str) -> None:
     """Raise FormatError unless value is one of `allowed`; says the nearest."""
     if value not in allowed:

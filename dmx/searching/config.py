@@ -15,6 +15,7 @@ from dmx.formats import (
     FAMILIES,
     OPERANDS,
     PATHS,
+    SWITCH,
     AskedPath,
     BlockFormat,
     Family,
@@ -50,8 +51,6 @@ OBJECTIVES = ("cross_entropy", "kl")
 PENALTIES = ("hinge", "scaling", "exact")
 GRADIENT_SCALES = ("none", "elements")
 LR_SCHEDULES = ("constant", "cosine")
-CUDA_GRAPHS = ("auto", "on", "off")
-KEEP_REFERENCE = ("auto", "on", "off")
 
 
 class SearchConfigError(DmxError):
@@ -107,8 +106,8 @@ class DescentConfig:
         check_choice(self.penalty, PENALTIES, f"{where}.penalty")
         check_choice(self.lr_schedule, LR_SCHEDULES, f"{where}.lr_schedule")
         check_choice(self.gradient_scale, GRADIENT_SCALES, f"{where}.gradient_scale")
-        check_choice(self.cuda_graph, CUDA_GRAPHS, f"{where}.cuda_graph")
-        check_choice(self.keep_reference, KEEP_REFERENCE, f"{where}.keep_reference")
+        for name in ("cuda_graph", "keep_reference"):
+            check_choice(getattr(self, name), SWITCH, f"{where}.{name}")
         check_choice(self.path, PATHS, f"{where}.path")
         for name in ("lr", "slope", "penalty_lambda"):
             _check_number(f"{where}.{name}", getattr(self, name), 0, math.inf)

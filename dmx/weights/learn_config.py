@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dmx.errors import DataError, RunError
-from dmx.formats import BlockFormat, Format, check_choice
+from dmx.formats import SWITCH, BlockFormat, Format, check_choice
 from dmx.models.memory import OOM
 from dmx.weights.learned_optimizer import STATES, warm_cosine
 
@@ -79,7 +79,7 @@ class LearnConfig:
         check_choice(self.optimizer_state, tuple(STATES), "learn.optimizer_state")
         check_choice(self.oom, OOM, "learn.oom")
         for name in ("keep_reference", "cuda_graph"):
-            check_choice(getattr(self, name), ("auto", "on", "off"), f"learn.{name}")
+            check_choice(getattr(self, name), SWITCH, f"learn.{name}")
         for name in ("inputs", "gradient_checkpointing"):
             if type(getattr(self, name)) is not bool:
                 raise RunError(f"learn.{name}={getattr(self, name)!r} must be true or false")

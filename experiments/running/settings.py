@@ -12,7 +12,7 @@ import torch
 from dmx.data import DataPair
 from dmx.errors import DmxError
 from dmx.evaluate.zero_shot import TASKS, check_settings
-from dmx.formats import BLOCK_FORMATS, check_choice
+from dmx.formats import BLOCK_FORMATS, SWITCH, check_choice
 from dmx.models import ModelConfig
 from dmx.models.streaming import MEMORIES
 from dmx.processes import launched_sharded, started_together
@@ -176,7 +176,7 @@ class RunConfig:
     than a card. Results are the same, and a run may go on with the other one."""
 
     def __post_init__(self) -> None:
-        check_choice(self.shard, ("auto", "on", "off"), "run.shard")
+        check_choice(self.shard, SWITCH, "run.shard")
         check_choice(self.memory, MEMORIES, "run.memory")
         if self.threads is not None:
             check_at_least("run.threads", self.threads, 1)
