@@ -58,6 +58,11 @@ class MicroBatch:
 
     def __init__(self, rows: int | None, oom: str, stage: str) -> None:
         self.rows, self.halves, self.stage = rows, oom == "halve", stage
+        self._forget: list[Callable[[], None]] = []
+
+    def forgets(self, *calls: Callable[[], None]) -> None:
+        """With each halving these let go of what was made of more rows at a time."""
+        self._forget += calls
 
     def parts(self, batch: Tensor) -> tuple[Tensor, ...]:
         """Of a batch (rows, ...): what runs at a time."""
@@ -75,6 +80,8 @@ class MicroBatch:
                     raise
             # Here, where nothing holds what the pass that failed had allocated.
             self.rows = (ran + 1) // 2
+            for forget in self._forget:
+                forget()
             release()
             warnings.warn(
                 f"{self.stage}: the memory does not hold {ran} rows at a time; it goes on with {self.rows} "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from dmx.transforms.learning import LearnedRotations
 STATE_FILE = "search_state.safetensors"
 LOSSES = ("soft_loss", "hard_loss", "projected_loss")
 """Of a row of the history; null in steps that do not measure them."""
+_T = TypeVar("_T")
 
 
 class DifferentiableSearch:
@@ -129,8 +130,7 @@ class DifferentiableSearch:
         """Of the unquantized model, by batch, where the objective needs it."""
         self.output: Output = WholeLogits(model)
         """In which form."""
-        self._rows = self.micro.rows
-        """That graphs and references were made with."""
+        self.micro.forgets(self._graphed.forget, self.references.forget)
 
     # --- measuring -----------------------------------------------------------------------------
 
@@ -192,10 +192,6 @@ class DifferentiableSearch:
 
     def _kept_of(self, bank: Bank, index: int, tokens: Tensor) -> tuple[Tensor, ...]:
         """What is kept of this process's rows of a batch; nothing where nothing is."""
-        if self._rows != self.micro.rows:
-            self._graphed.forget()
-            self.references.forget()
-            self._rows = self.micro.rows
         if not self.keeps_references:
             return ()
 
@@ -241,7 +237,7 @@ class DifferentiableSearch:
                     losses[index] += loss * (len(part) / len(tokens))
             return losses
 
-        losses = self.processes.mean(self.micro.run(measured, len(tokens)))
+        losses = self.processes.mean(self._within_memory(measured, len(tokens)))
         return dict(zip(LOSSES, losses.tolist(), strict=True))
 
     def _task_loss(self, tokens: Tensor, reference: Tensor | None) -> Tensor:
@@ -300,9 +296,18 @@ class DifferentiableSearch:
             gradient = partial(self._gradient, bank)
             return self._graphed("gradient", gradient, tokens, temperature, *kept)
 
-        def within_memory(*inputs: Any) -> tuple[Tensor, ...]:
+        def fitting(index: int, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
+            return self._within_memory(partial(step, index, tokens, temperature), len(tokens))
+
+        return fitting
+
+    def _within_memory(self, use: Callable[[], _T], rows: int) -> _T:
+        """What `use` gives, which runs so many rows: where the memory does not do, first without kept references, then as
+        `MicroBatch.run`."""
+
+        def without_references() -> _T:
             try:
-                return step(*inputs)
+                return use()
             except (MemoryError, RuntimeError) as error:
                 # Of common passes one process alone cannot begin again.
                 if is_sharded(self.model) or not self.references.give_up(error):
@@ -310,12 +315,9 @@ class DifferentiableSearch:
             # Here, where nothing holds what the pass that failed had allocated.
             self._graphed.forget()
             release()
-            return step(*inputs)
+            return use()
 
-        def fitting(index: int, tokens: Tensor, temperature: Tensor) -> tuple[Tensor, ...]:
-            return self.micro.run(lambda: within_memory(index, tokens, temperature), len(tokens))
-
-        return fitting
+        return self.micro.run(without_references, rows)
 
     def _decide_on_graph(self) -> bool:
         asked = self.config.descent.cuda_graph

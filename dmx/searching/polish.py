@@ -114,7 +114,7 @@ class Polish:
         self.rows: list[dict[str, Any]] = []
         self.micro = config.rows_at_a_time()
         self._references: dict[tuple[int, int], Divergence] = {}
-        self._referred_rows = self.micro.rows
+        self.micro.forgets(self._references.clear)
 
     @property
     def is_finished(self) -> bool:
@@ -130,8 +130,6 @@ class Polish:
     def _parts(self, index: int, bank: Bank) -> Iterator[tuple[Divergence, Tensor]]:
         """Of a batch, what runs at a time, each with the KL to the unquantized model on it; that is kept if the
         batch judges and all that do are small."""
-        if self._referred_rows != self.micro.rows:
-            self._references, self._referred_rows = {}, self.micro.rows
         parts = self.micro.parts(self.batches[index])
         room = KEPT_LOGITS.get(self.device.type, 0) // len(parts)
         for number, part in enumerate(parts):

@@ -133,8 +133,7 @@ class _Learning:
         self.objective = objective_of(self.model, first, set(self.masters.places))
         self.references = KeptReferences(config.keep_reference, len(self.batches))
         self._graphed = StepGraphs(self.uses_graph)
-        self._rows = self.micro.rows
-        """That references and graphs were made with."""
+        self.micro.forgets(self._graphed.forget, self.references.forget)
 
     # --- what a step needs ---------------------------------------------------------------------
 
@@ -191,10 +190,6 @@ class _Learning:
             return reference
 
         def run() -> Tensor:
-            if self._rows != self.micro.rows:
-                self._graphed.forget()
-                kept.forget()
-                self._rows = self.micro.rows
             reference = kept.of(index, make, is_overwritten=self.uses_graph)
             (loss,) = self._graphed("gradient", self._gradient, tokens, reference)
             return loss

@@ -490,7 +490,7 @@ def test_a_reference_is_kept_where_it_pays_and_fits_and_let_go_of_where_memory_e
     tiny, monkeypatch
 ):
     model, batches = tiny
-    kept, decide, step = [], KeptReferences.decide, DifferentiableSearch._gradient
+    kept, decide, measure = [], KeptReferences.decide, DifferentiableSearch._task_loss
 
     def searched(**options):
         kept.clear()
@@ -511,13 +511,16 @@ def test_a_reference_is_kept_where_it_pays_and_fits_and_let_go_of_where_memory_e
     monkeypatch.undo()
     monkeypatch.setattr(KeptReferences, "decide", decided)
 
-    def short(self, *given):
-        if self.keeps_references and self.step == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(self, *given)
+    for ends, measures in ((1, False), (3, True)):  # in a step, and where the last one is measured
 
-    monkeypatch.setattr(DifferentiableSearch, "_gradient", short)
-    assert searched() == expected and not kept[0].keeps
+        def short(self, *given, ends=ends, measures=measures):
+            is_there = self.step == ends and torch.is_grad_enabled() != measures
+            if is_there and self.keeps_references:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return measure(self, *given)
+
+        monkeypatch.setattr(DifferentiableSearch, "_task_loss", short)
+        assert searched() == expected and not kept[0].keeps
     with pytest.raises(torch.OutOfMemoryError):
         searched(keep_reference="on")
 

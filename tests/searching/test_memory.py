@@ -123,6 +123,22 @@ def test_another_error_is_not_taken_for_one_of_memory():
     assert calls == [None] and micro.rows is None
 
 
+def test_what_was_made_of_more_rows_is_forgotten_with_each_halving():
+    micro, made = MicroBatch(None, "halve", "search"), []
+    micro.forgets(made.clear)
+
+    def use():
+        before = [*made]
+        made.append(micro.rows)
+        if micro.rows != 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return before
+
+    with pytest.warns(UserWarning, match="goes on with"):
+        assert micro.run(use, 4) == []
+    assert made == [1]
+
+
 def test_an_uneven_batch_is_weighted_by_its_rows(small):
     batches = [b[:3] for b in BATCHES]
     config = {"name": "differentiable", **SEARCHES["differentiable"]}
