@@ -31,6 +31,7 @@ from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, BlockFormat
 from dmx.models.sharding import whole
 from dmx.numerics.mx import from_blocks, to_blocks
+from dmx.numerics.rounding import exact_power_of_two, float_exponent
 from dmx.numerics.scaling import scale_candidates, sum_by_pairs
 from dmx.weights.config import check_local_hessian
 from dmx.weights.recorder import Recorder
@@ -81,6 +82,9 @@ def round_by_hessian(weight: Tensor, hessian: Tensor, block_format: BlockFormat)
             "data. Use another dtype (bfloat16) or other data."
         )
     local = local_hessians(hessian)
+    # The choice does not depend on the size of a block of H; of this one no sum of products overflows or vanishes.
+    largest = local.diagonal(dim1=1, dim2=2).amax(1)
+    local *= exact_power_of_two(-float_exponent(largest))[:, None, None]
     rows = max(1, CHUNK // weight.shape[1])
     parts = [_rounded(part, local, block_format) for part in weight.detach().split(rows)]
     return torch.cat(parts)

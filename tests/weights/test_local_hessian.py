@@ -47,6 +47,9 @@ def test_no_rule_has_a_smaller_error_of_the_output_in_any_block(block_format, dt
         )
         assert (ours <= theirs * (1 + 1e-4)).all(), rule
     assert torch.equal(fake_quant(rounded, block_format, scale_rule="mse"), rounded)
+    for size in (1e38, 1e-30):  # near what float32 holds: no error overflows or vanishes
+        scale = 2.0 ** (size / hessian.amax()).log2().floor()
+        assert torch.equal(round_by_hessian(weight, hessian * scale, block_format), rounded)
     by_mse = fake_quant(weight.float(), block_format, scale_rule="mse")
     for plain in (torch.eye(80), torch.zeros(80, 80)):  # zeros: no input reaches the layer
         assert torch.equal(round_by_hessian(weight, plain, block_format), by_mse)
