@@ -39,7 +39,7 @@ from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
 from dmx.numerics import amax_to_scale_exponent, block_to_scale_exponent, round_to_element
-from dmx.numerics.rounding import exact_power_of_two
+from dmx.numerics.rounding import exact_power_of_two, float_exponent
 from dmx.numerics.scaled import block_scales
 from dmx.numerics.scaling import mse_exponents
 
@@ -172,11 +172,13 @@ def _round_searching(
     exponents = mse_exponents(amax_to_scale_exponent(block.abs().amax(0), element))
     best, best_errors = torch.zeros_like(block), torch.zeros_like(block)
     least = torch.full_like(block[0], torch.inf)
+    # In units of one scale, and of a column that the others are not far from, squares neither overflow nor vanish where
+    # they matter, however large inputs are.
+    column = exact_power_of_two(float_exponent(factor.diagonal().amin()))
     for exponent in exponents:
         units, scale = _in_units_of(exponent, block)
         values, errors = by(units, factor, element)
-        # In units of one scale squares neither overflow nor vanish where they matter.
-        found = (errors * exact_power_of_two(exponent - exponents[0])).square().sum(0)
+        found = (errors * (column * exact_power_of_two(exponent - exponents[0]))).square().sum(0)
         is_better = found < least
         best = torch.where(is_better, values * scale, best)
         best_errors = torch.where(is_better, errors * scale, best_errors)

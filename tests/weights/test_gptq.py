@@ -194,6 +194,9 @@ def test_searched_scales_leave_least_error(block_format):
         found = round_weight(weight, factor, block_format, "mse", search=True)
         again = fake_quant(found, block_format, scale_rule="mse")
         assert torch.equal(again.view(torch.int32), found.view(torch.int32))
+        near_limit = inverse_factor(hessian * 2.0**110, 0.01)
+        as_large = round_weight(weight, near_limit, block_format, "mse", search=True)
+        assert torch.equal(as_large, found)
         ours = damped_errors(weight, found, hessian)
         for rule in (*SCALE_RULES, "mse") if width == 20 else ("floor",):
             ruled = round_weight(weight, factor, block_format, rule)
