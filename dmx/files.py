@@ -21,8 +21,13 @@ def temporary_prefix(path: Path) -> str:
     return f".{path.name}."
 
 
-def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
+def write_atomic(
+    path: str | Path, write: Callable[[IO[bytes]], object], setting: str = "run.folder"
+) -> Path:
     """Call `write(file)` on a temporary file beside `path`, then rename it to `path`.
+
+    Args:
+        setting: that says where, for messages.
 
     Raises:
         RunError: the folder cannot be made or written to; says which.
@@ -43,20 +48,20 @@ def write_atomic(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {error.strerror or error}. Choose a folder that you may write "
-            "to and that has room (run.folder=...)."
+            f"to and that has room ({setting}=...)."
         ) from error
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
 
 
-def write_text(path: str | Path, text: str) -> Path:
-    return write_atomic(path, lambda file: file.write(text.encode()))
+def write_text(path: str | Path, text: str, setting: str = "run.folder") -> Path:
+    return write_atomic(path, lambda file: file.write(text.encode()), setting)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, setting: str = "run.folder") -> None:
     """Raise RunError where nothing can be written into a folder, which is made: before work that ends there."""
-    write_text(folder / ".writable", "").unlink(missing_ok=True)
+    write_text(folder / ".writable", "", setting).unlink(missing_ok=True)
 
 
 def write_json(path: str | Path, value: Any) -> Path:

@@ -154,7 +154,7 @@ def parse() -> argparse.Namespace:
     if asked.json.is_dir():
         parser.error(f"--json {asked.json} is a folder: name a file")
     try:
-        check_writable(asked.json.parent)
+        check_writable(asked.json.parent, "--json")
     except RunError as error:
         parser.error(f"--json {asked.json}: {error}")
     return asked

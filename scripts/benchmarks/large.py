@@ -141,7 +141,7 @@ def runs_of(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: the file is none, or cannot be written.
     """
-    check_writable(path.parent)
+    check_writable(path.parent, "--json")
     if not path.exists():
         return []
     try:
@@ -152,7 +152,11 @@ def runs_of(path: Path) -> list[dict[str, Any]]:
         ) from error
     if not isinstance(body, dict) or body.get("schema") != SCHEMA:
         raise RunError(f"{path} is no record of this benchmark ({SCHEMA}). Name another file")
-    runs: list[dict[str, Any]] = body["runs"]
+    runs = body.get("runs")
+    if not isinstance(runs, list):
+        raise RunError(
+            f"{path} has no list `runs`, which a record of this benchmark has. Delete it, or name another file"
+        )
     return runs
 
 

@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
         )
     for name in ("out", "records"):
         try:
-            check_writable(folder := getattr(asked, name))
+            check_writable(folder := getattr(asked, name), f"--{name}")
         except RunError as error:
             parser.error(f"--{name} {folder}: {error}")
     asked.more = more

@@ -440,7 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = list(cells_of(given, options))
         if not cells or not all(math.isfinite(cell.limit) for cell in cells):
             raise RunError(f"--budgets {given.budgets}, --family {given.family}: nothing to run")
-        check_writable(given.out)
+        check_writable(given.out, "--out")
         tasks = list(TASKS) if "all" in given.tasks else given.tasks
         bench = Bench(
             model_of(given),

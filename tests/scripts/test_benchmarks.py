@@ -158,12 +158,15 @@ def test_the_whole_path_of_a_large_model_writes_a_row_a_stage(tmp_path, monkeypa
         (["--steps", "0"], "--steps 0: at least 1"),
         (["--json", "/proc/none/large.json"], "cannot write /proc/none"),
         (["--json", "{other}"], "is no record of this benchmark"),
+        (["--json", "{damaged}"], "damaged.json has no list `runs`"),
     ],
 )
 def test_a_path_that_cannot_be_recorded_is_refused(wrong, why, tmp_path, monkeypatch, capsys):
-    other = tmp_path / "other.json"
-    other.write_text('{"schema": "dmx.growth/1"}')
-    given = ["--json", str(tmp_path / "large.json"), *(a.format(other=other) for a in wrong)]
+    files = {"other": "dmx.growth/1", "damaged": large.SCHEMA}
+    paths = {name: tmp_path / f"{name}.json" for name in files}
+    for name, schema in files.items():
+        paths[name].write_text(json.dumps({"schema": schema}))
+    given = ["--json", str(tmp_path / "large.json"), *(a.format(**paths) for a in wrong)]
     monkeypatch.setattr(sys, "argv", ["large", *given])
     with pytest.raises(SystemExit):
         large.parse("cpu")

@@ -106,4 +106,5 @@ def test_every_cell_is_given_to_compare_and_its_record_published(tmp_path, monke
         monkeypatch.setattr(sys, "argv", [*asked.split()[:5], *wrong])
         with pytest.raises(SystemExit):
             tokens.main()
-        assert f"{wrong[-2]} {wrong[-1]}: " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"{wrong[-2]} {wrong[-1]}: " in said and "run.folder" not in said
