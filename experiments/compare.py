@@ -54,7 +54,7 @@ class CompareRun(settings.SearchingRun):
         check_choice(self.safety, settings.SAFETY, "safety")
         settings.check_some("weights", self.weights, WEIGHTS)
         settings.check_each("baselines", self.baselines, settings.UNIFORM)
-        self.check_formats(self.weights)
+        self.check_stages(self.weights)
         self.plan = Comparison(
             Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds
         )

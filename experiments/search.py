@@ -48,7 +48,7 @@ class SearchRun(SearchingRun):
         check_choice(self.weights, WEIGHTS, "weights")
         check_choice(self.baseline_weights, BASELINE_WEIGHTS, "baseline_weights")
         check_each("baselines", self.baselines, BASELINES)
-        self.check_formats([self.weights])
+        self.check_stages([self.weights])
         self.check_memory([self.search.name], [self.weights])
         if self.pace:
             self.run.check_whole("pace=true, which times a plain step,")

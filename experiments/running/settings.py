@@ -267,14 +267,27 @@ class SearchingRun:
             if "learned" in weights:
                 self.learn.check_by_block()
 
-    def check_formats(self, weights: Collection[str]) -> None:
-        """Raise RunError where the search may choose formats that these stages of the weights cannot take."""
+    def check_stages(self, weights: Collection[str]) -> None:
+        """Raise where these stages of the weights cannot take a format that the search may choose, or where another one
+        is set.
+
+        Raises:
+            RunError, ConfigError
+        """
         if "learned" in weights:
             self.learn.check_formats(self.search.formats_of("weight"))
         if "local_hessian" in weights:
             check_local_hessian(self.search.formats_of("weight"))
         if "gptq" in weights and self.gptq.scales == "search":
             check_searched_scales(self.search.formats_of("weight"))
+        for stage, config in (("gptq", self.gptq), ("local_hessian", self.local_hessian)):
+            usual = vars(type(config)())
+            changed = [f"{k}={v}" for k, v in vars(config).items() if v != usual[k]]
+            if stage not in weights and changed:
+                raise ConfigError(
+                    f"{stage}.{changed[0]} is for weights={stage}, and weights={','.join(weights)}. Leave it out, or set "
+                    f"weights={stage}."
+                )
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

@@ -172,6 +172,11 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
             ("weights=[gptq]", "gptq.scales=search", "search.family=[nvfp4,fp8]"),
             "gptq.scales=search, and weights may be in nvfp4: only MX formats",
         ),
+        ("gptq.inputs=false", "gptq.inputs=False is for weights=gptq, and weights=learned"),
+        (
+            ("weights=[mse,gptq]", "local_hessian.batches=2"),
+            "local_hessian.batches=2 is for weights=local_hessian, and weights=mse,gptq",
+        ),
     ],
 )
 def test_what_cannot_learn_is_refused_before_anything_is_searched(bad, says, run, tmp_path):
