@@ -175,11 +175,13 @@ class LearnConfig:
             "keep_reference": self.keep_reference == "on",
             "cuda_graph": self.cuda_graph == "on",
         }
+        # Roundings take no such steps.
+        more = "" if self.train == "rounding" else ", or set learn.steps > 0"
         for name, is_asked in asked.items():
             if self.steps == 0 and is_asked:
                 raise RunError(
                     f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps=0 "
-                    f"takes none. Leave learn.{name} out, or set learn.steps > 0."
+                    f"takes none. Leave learn.{name} out{more}."
                 )
 
     def rate(self, step: int) -> float:
