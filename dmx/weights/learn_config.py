@@ -69,7 +69,8 @@ class LearnConfig:
     gradient_checkpointing: bool = False
     cuda_graph: str = "auto"
     """auto | on | off: capture forward and backward in a CUDA graph. auto: on a GPU, for purely causal sdpa
-    models without gradient checkpointing."""
+    models without gradient checkpointing. Checkpointed steps are captured with on alone until that has been
+    measured on a card."""
     checkpoint_every: int = 200
     """Steps between checkpoints, where a folder is given; a Ctrl-C leaves one, too."""
 

@@ -142,10 +142,10 @@ class _Learning:
 
     def _decide_on_graph(self) -> bool:
         asked, obstacle = self.config.cuda_graph, ""
+        if asked == "auto" and self.config.gradient_checkpointing:
+            return False
         if self.device.type != "cuda":
             obstacle = f"the model is on {self.device.type}"
-        elif self.config.gradient_checkpointing:
-            obstacle = "learn.gradient_checkpointing=true recomputes with control flow"
         elif not self.is_causal:
             obstacle = "the model's attention is not purely causal sdpa"
         elif is_sharded(self.model):
