@@ -1,9 +1,9 @@
 """A loaded model and its texts; every row of a run is measured on them."""
 
-import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ from .settings import CalibrationConfig, EvalConfig, EvaluationConfig, Searching
 Make = Callable[[], tuple[Assignment, dict[str, Any]]]
 """Gives an assignment and facts of its search (seconds, steps, cuda_graph, peak_memory_bytes)."""
 
+EVALUATION = "evaluation of "
+"""What names of stages begin with that measure a row."""
+
 
 def check_windows(meta: Any, *configs: CalibrationConfig | EvaluationConfig | None) -> None:
     """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
@@ -86,6 +89,8 @@ class Bench:
         training: CalibrationConfig | None = None,
     ) -> None:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
+        self.stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
+        """Around each stage that takes time; the names are those of `expected_stages`."""
         if safety != "off":
             run.alone(f"safety={safety}, which counts what it sees,")
         self._model_config = model
@@ -191,7 +196,7 @@ class Bench:
         """Those that are not held back to measure on."""
         return self.learn.split(self.training_batches(seed))[0]
 
-    @contextlib.contextmanager
+    @contextmanager
     def weights_of(self, folder: Path | None) -> Iterator[Mapping[str, float] | None]:
         """Rows are measured on the weights of an exported folder meanwhile, as its bytes give
         them; None changes nothing. Gives the `input_amax` that its files state."""
@@ -212,12 +217,18 @@ class Bench:
 
     def unquantized(self) -> None:
         """The row of the model as it is."""
-        self.run.row("bf16", lambda: self._measured(None, "W+A", None, None))
+
+        def measured() -> Row:
+            with self.stage(f"{EVALUATION}bf16"):
+                return self._measured(None, "W+A", None, None)
+
+        self.run.row("bf16", measured)
 
     def uniform(self, block_format: BlockFormat, config: SearchConfig) -> None:
         """Rows of one format everywhere."""
         path = f"uniform-{block_format}.json"
-        self.rows(path, lambda: (self._uniform(block_format, config), {}), guarded=False)
+        made = partial(self._uniform, block_format, config)
+        self.rows(path, lambda: (made(), {}), called=block_format.name, guarded=False)
 
     def _uniform(self, block_format: BlockFormat, config: SearchConfig) -> Assignment:
         return self.calibrated(uniform_assignment(self.model, block_format, config))
@@ -245,13 +256,19 @@ class Bench:
         """
 
         stem = f"{folder}/{name}" if folder else name
-        found = partial(self._found, config, budget, folder)
+        search = config.name
+        found = partial(self._staged, search, partial(self._found, config, budget, folder))
         for stage in self.weights if weights is None else weights:
             if stage == "nearest":
-                self.rows(f"{stem}.json", found)
+                self.rows(f"{stem}.json", found, called=search)
             else:
-                changed = partial(self._changed, stage, stem, found, config.seed)
-                self.rows(f"{stem}.{stage}.json", changed)
+                change = partial(self._changed, stage, stem, found, config.seed)
+                changed = partial(self._staged, f"weights of {search}", change)
+                self.rows(f"{stem}.{stage}.json", changed, called=f"{search}, {stage}")
+
+    def _staged(self, name: str, make: Make) -> tuple[Assignment, dict[str, Any]]:
+        with self.stage(name):
+            return make()
 
     def _found(
         self, config: SearchConfig, budget: Budget, folder: str
@@ -330,12 +347,19 @@ class Bench:
             self.run.say(f"{what}: {seconds:.1f} s{each}, {in_bytes(copied)} copied, {rate}/s")
 
     def rows(
-        self, path: str, make: Make, *, origin: str | None = None, guarded: bool = True
+        self,
+        path: str,
+        make: Make,
+        *,
+        called: str | None = None,
+        origin: str | None = None,
+        guarded: bool = True,
     ) -> None:
         """Rows of one assignment, which is kept under `path` of the run's folder: one for each
         of `evaluation.quantized`, and one more with the safety net where it is on.
 
         Args:
+            called: what the stage of measuring it is called; None: as its file.
             origin: what labels call the assignment instead of its search.
             guarded: whether the safety net can be around it.
         """
@@ -346,7 +370,8 @@ class Bench:
                 def measured(quantized: str = quantized, net: bool = net) -> Row:
                     assignment = self._saved(path, make)
                     guard = self._net(assignment, path) if net else None
-                    return self._measured(assignment, quantized, path, guard, origin)
+                    with self.stage(f"{EVALUATION}{called or key}"):
+                        return self._measured(assignment, quantized, path, guard, origin)
 
                 self.run.row(f"{key}-{quantized}{'-net' if net else ''}", measured)
 

@@ -16,6 +16,8 @@ from .provenance import time_text
 CONFIG_FILE = "config.yaml"
 ERROR_FILE = "error.json"
 """What a failed run leaves; a new start of the same run takes it away."""
+PACE_FILE = "pace.json"
+"""What stages took, in plain steps beside them; of a run that is asked for it."""
 
 
 class FolderTaken(RunError):
@@ -47,8 +49,9 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
         if not p.name.startswith(temporary_prefix(path))  # of a start that was killed
     }  # fmt: skip
     settings = path.read_text() if path.exists() else None
-    if held == {CONFIG_FILE, ERROR_FILE}:
+    if held - {PACE_FILE} == {CONFIG_FILE, ERROR_FILE}:
         settings, held = None, set()
+        (folder / PACE_FILE).unlink(missing_ok=True)
     if settings is None:
         if held - {ERROR_FILE}:
             raise FolderTaken(

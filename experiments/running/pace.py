@@ -1,8 +1,8 @@
 """How long a search will take on this machine, said in its first seconds; its work in plain steps.
 
-A *plain step* is one forward and backward pass of the unquantized model to the output of its embeddings,
-on one calibration batch: eager, weights frozen, with torch's own cross entropy. It is timed in the run
-itself, before the work and after it, so work counted in plain steps hardly depends on the machine.
+A plain step (`timed_work.py`) is timed in the run itself: before the work, and again between its stages and at the
+end. Each stage is counted in the steps timed on both sides of it, so work counted in plain steps hardly depends on the
+machine, nor on what else runs there.
 
 The work of a stage follows from its matrix products. With B weights in the searched blocks and H in the
 output layer, for as many tokens as the plain step, which has 2 (B + H):
@@ -19,17 +19,14 @@ times what quantizing adds to it (`OVERHEAD`).
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dmx.models.dtype import SLOW_BF16, bf16_slowness
-from dmx.models.running import evaluating
-from dmx.models.sharding import gather_outer
 from dmx.searching import search_space
 from dmx.searching.adaptive import adaptive_steps
 from dmx.searching.config import DESCENDING
@@ -37,39 +34,14 @@ from dmx.searching.scan import NODES
 from dmx.weights.learned import measured_batches
 
 from ..reporting.texts import seconds_text, work_text
-from .bench import Bench
+from .bench import EVALUATION, Bench
+from .folder import PACE_FILE
 from .guard import console
 from .plan import SearchPlan
+from .timed_work import TimedWork, clock_of, plain_step_times
 
 OVERHEAD = {"evaluation": 0.96, "scan": 1.04, "search": 1.15, "learning": 1.2}
 """Seconds over those of the matrix products, as a share of a plain step's; measured."""
-REPEATS = 3
-"""Plain steps timed at each end of a run, after one that is not."""
-
-
-def plain_step(model: nn.Module, tokens: Tensor) -> None:
-    """Forward and backward to the output of the embeddings; tokens (batch, length) int64."""
-    gather_outer(model)
-    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
-    logits = model(inputs_embeds=embedded, use_cache=False).logits
-    targets = tokens[:, 1:].flatten()
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
-    torch.autograd.grad(loss, embedded)
-
-
-def plain_step_times(model: nn.Module, tokens: Tensor, repeats: int = REPEATS) -> list[float]:
-    """Seconds of `repeats` plain steps, after one that warms up."""
-    wait: Callable[[], object] = torch.cuda.synchronize if tokens.is_cuda else lambda: None
-    times = []
-    with evaluating(model), torch.enable_grad():
-        for index in range(repeats + 1):
-            wait()
-            started = time.perf_counter()
-            plain_step(model, tokens)
-            wait()
-            if index:
-                times.append(time.perf_counter() - started)
-    return times
 
 
 def dtype_advice(model: nn.Module) -> str:
@@ -158,7 +130,7 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
     measured = OVERHEAD["evaluation"] * sizes.evaluation / 2
     candidates = len(settings.format_family.formats)
     scored = min(sizes.batches, settings.score_batches or sizes.batches)
-    stages = [Stage(f"evaluation of {name}", measured) for name in plan.measured_alone]
+    stages = [Stage(f"{EVALUATION}{name}", measured) for name in plan.measured_alone]
     scanned, own = 0, plan.stages
     for name in (*plan.opponents, settings.name):
         work = 0.0
@@ -180,27 +152,25 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
             work += OVERHEAD["search"] * step * steps
         stages += [Stage(name, work)] if work else []
         rows = measured * len(plan.quantized)
-        stages.append(Stage(f"evaluation of {name}", rows))
+        stages.append(Stage(f"{EVALUATION}{name}", rows))
         for weights in (own if name == settings.name else plan.opponent_stages)[1:]:
             if weights == "learned":
                 stages.append(Stage(f"weights of {name}", learning_work(learning_steps, sizes)))
-            stages.append(Stage(f"evaluation of {name}, {weights}", rows))
+            stages.append(Stage(f"{EVALUATION}{name}, {weights}", rows))
     return stages
 
 
 class Pace:
     """Times plain steps of the rows of this process, says how long the run will take, and at its end how much work it was.
 
-    Where an earlier start of the run measured rows, or a stage is asked for whose work follows from nothing
-    known beforehand (a polish, a stage of the weights), it says so instead of a number.
+    Where a stage is asked for whose work follows from nothing known beforehand (a polish, a stage of the weights), it
+    says so instead of a number.
     """
 
     def __init__(self, bench: Bench, plan: SearchPlan) -> None:
-        self.bench = bench
+        self.bench, run = bench, bench.run
         first = bench.batches(plan.search.seed)[0]
-        self.tokens = bench.run.processes.own_rows(first).to(bench.run.device)
-        self.resumed = bench.run.path("rows").exists()
-        self.times = plain_step_times(bench.model, self.tokens)
+        self.tokens = run.processes.own_rows(first).to(run.device)
         self.stages = expected_stages(
             plan, sizes_of(bench, plan), bench.learn.steps + bench.learn.block_steps
         )
@@ -211,13 +181,19 @@ class Pace:
                 ("selecting inputs", plan.search.transform == "hadamard_selected"),
             ) if asked
         ]  # fmt: skip
-        self.started = time.perf_counter()
+        times = plain_step_times(bench.model, self.tokens)
+        self.step_seconds = statistics.median(times)
+        """Of a plain step before the work of this start."""
+        self.work = TimedWork(
+            run.path(PACE_FILE),
+            run.processes,
+            partial(plain_step_times, bench.model, self.tokens, warm=True),
+            clock_of(run.device),
+            before=times,
+            has_rows=run.path("rows").exists(),
+        )
         console.print(self.announcement(), highlight=False, soft_wrap=True)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of a plain step: the median of all that were timed."""
-        return statistics.median(self.times)
+        bench.stage = self.work.stage
 
     @property
     def expected_steps(self) -> float:
@@ -227,9 +203,12 @@ class Pace:
     def announcement(self) -> str:
         """What a user reads before the work begins."""
         rows, length = self.tokens.shape
-        seconds = self.expected_steps * self.step_seconds
+        done = self.work.steps
+        seconds = max(0.0, self.expected_steps - done) * self.step_seconds
         beside = f", and {' and '.join(self.unknown)}, which is not counted" if self.unknown else ""
-        left = " An earlier start did some of it." if self.resumed else ""
+        left = f" An earlier start did {done:.0f} of them." if done else ""
+        if self.work.untimed:
+            left += f" What it did of {' and '.join(self.work.untimed)} was not timed."
         return (
             f"about {seconds_text(seconds)} on this machine: a plain step of {rows} x {length} tokens takes "
             f"{self.step_seconds:.2f} s here, and the work is about {self.expected_steps:.0f} of them"
@@ -238,18 +217,22 @@ class Pace:
 
     def ended(self) -> dict[str, Any]:
         """Facts for the record; says the work in plain steps."""
-        seconds = time.perf_counter() - self.started
-        self.times += plain_step_times(self.bench.model, self.tokens)
+        self.work.end()
+        seconds, steps = self.work.seconds, self.work.steps
         facts: dict[str, Any] = {
-            "plain_step_seconds": self.step_seconds,
+            "plain_step_seconds": seconds / steps if steps else self.step_seconds,
             "plain_step_shape": list(self.tokens.shape),
             "expected_plain_steps": self.expected_steps,
             "expected_stages": {stage.name: stage.steps for stage in self.stages},
             "not_expected": self.unknown,
             "seconds": seconds,
-            "plain_steps": None if self.resumed else seconds / self.step_seconds,
+            "plain_steps": None if self.work.untimed else steps,
+            "parts": [part.facts() for part in self.work.parts],
         }
-        if self.resumed:
-            facts["plain_steps_reason"] = "an earlier start of this run did a part of the work"
+        if self.work.untimed:
+            facts["plain_steps_reason"] = (
+                f"{steps:.0f} plain steps without what an earlier start did of "
+                f"{' and '.join(self.work.untimed)}, which was not timed"
+            )
         console.print(f"the work took {work_text(facts)}", highlight=False, soft_wrap=True)
         return facts

@@ -310,7 +310,8 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
 
 
 @pytest.mark.parametrize(
-    "held", [(), ("error.json",), ("config.yaml", "error.json"), (".config.yaml.x.tmp",)]
+    "held",
+    [(), ("error.json",), ("config.yaml", "error.json", "pace.json"), (".config.yaml.x.tmp",)],
 )
 def test_of_commands_that_start_at_once_one_takes_the_folder(held, tmp_path):
     def claimed(folder, settings):
@@ -330,7 +331,7 @@ def test_of_commands_that_start_at_once_one_takes_the_folder(held, tmp_path):
         (winner,) = [i for i, error in enumerate(found) if error is None]
         assert (folder / "config.yaml").read_text() == f"steps: {winner}\n"
         assert all("holds another run" in error for error in found if error)
-        assert not (folder / "error.json").exists()
+        assert not (folder / "error.json").exists() and not (folder / "pace.json").exists()
 
 
 def test_a_sweep_refused_before_it_takes_a_folder_leaves_another_run_alone(run, tmp_path):
