@@ -103,11 +103,20 @@ class RecipeGroup(Seeds[TrainingRow]):
 
 
 def group_rows(rows: Iterable[Row]) -> list[Group]:
-    """Rows by method and budget, in order of first appearance."""
+    """Rows by method and budget, in order of first appearance. What a search came to on one seed or another does not
+    divide them, or a mean would be of the seeds that it went well on."""
     grouped: dict[tuple[Method, Limit | None], list[Row]] = {}
     for row in rows:
-        grouped.setdefault((row.method, row.budget), []).append(row)
-    return [Group(method=m, budget=b, rows=tuple(of)) for (m, b), of in grouped.items()]
+        grouped.setdefault((row.method.without("kept"), row.budget), []).append(row)
+    return [
+        Group(method=_common(m, of), budget=b, rows=tuple(of)) for (m, b), of in grouped.items()
+    ]
+
+
+def _common(method: Method, rows: Iterable[Row]) -> Method:
+    """Of rows that are alike in all but what they kept."""
+    kept = {row.method.kept for row in rows}
+    return replace(method, kept=kept.pop()) if len(kept) == 1 else method
 
 
 def group_recipes(rows: Iterable[TrainingRow]) -> list[RecipeGroup]:

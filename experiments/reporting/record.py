@@ -83,8 +83,10 @@ def _transform_text(name: str) -> str:
     return "learned rotation" if name == "learned" else name.replace("_", " ")
 
 
-_DMX = {"differentiable": "dMX", "joint": "dMX joint", "adaptive": "dMX adaptive"}
-"""Searches by gradient -> what a label calls them."""
+_DMX = {"differentiable": "dMX", "joint": "dMX joint", "adaptive": "adaptive"}
+"""Searches that take steps by gradient -> what a label calls them."""
+_KEPT = {"scores": "kl_per_bit", "descent": "dMX"}
+"""Whose choice an adaptive search took -> what a label calls that."""
 
 
 USUAL_FAMILY = "mxfp6_mxfp4"
@@ -124,6 +126,8 @@ class Method(Stored):
     """Name of the search; uniform = one format everywhere; None = not quantized."""
     format: str | None = dimension(None, compared=False)
     """search=uniform: the block format."""
+    kept: str | None = dimension(None, compared=False)
+    """search=adaptive: whose choice it took, scores | descent; None: not known, or of several rows that differ in it."""
     origin: str | None = dimension(None, compared=False)
     """What a label calls it instead of the search: another tool's config, exported files."""
     polish: bool = dimension(False, label=lambda _: "polish", compared=False)
@@ -199,13 +203,14 @@ class Method(Stored):
 
     @property
     def base(self) -> str:
-        """What a label begins with: dMX, a heuristic's name, uniform mxfp4, bf16."""
+        """What a label begins with: dMX, a heuristic's name, `adaptive: dMX`, uniform mxfp4, bf16."""
         if self.origin is not None:
             return self.origin
         if self.search is None:
             return "bf16"
         if self.search in _DMX:
-            return _DMX[self.search]
+            name = _DMX[self.search]
+            return name if self.kept is None else f"{name}: {_KEPT[self.kept]}"
         return f"{self.search} {self.format}" if self.format else self.search
 
     def titles(self) -> dict[str, str]:
@@ -236,7 +241,7 @@ class Method(Stored):
 
     @property
     def is_dmx(self) -> bool:
-        """The gradient search, polished or not."""
+        """A search that takes steps by gradient, polished or not; an adaptive one also where it kept the scores."""
         return self.search in _DMX
 
     @property

@@ -53,6 +53,7 @@ def method_of(
     return Method(
         search=name,
         format=formats.pop() if name == "uniform" and len(formats) == 1 else None,
+        kept=search.kept,
         origin=origin,
         polish=bool(search.polish_rounds),
         transform=str((assignment.transform or {}).get("name", "none")),

@@ -134,6 +134,19 @@ def test_paths_and_searches_stand_in_one_table_under_names_of_their_own():
     assert labels[:4] == ["dMX, straight line", "dMX", "fisher", "kl_per_bit"]
 
 
+def test_an_adaptive_search_is_called_by_what_it_kept_where_its_seeds_agree():
+    scores, descent = (
+        told(KL_PER_BIT, search="adaptive", kept=kept) for kept in ("scores", "descent")
+    )
+    for rows, says in (
+        ([scores, scores], "adaptive: kl_per_bit"),
+        ([descent, descent], "adaptive: dMX"),
+        ([scores, descent], "adaptive"),
+    ):
+        (group,) = group_rows([replace(row, seed=seed) for seed, row in enumerate(rows)])
+        assert group.method.base == says and len(group.seeds) == 2
+
+
 def test_seeds_pool_whatever_draws_their_batches():
     other = replace(
         learned_in(seed=2, batches_sha256="0", kl_before=0.5, cuda_graph="off", seconds=1.0), seed=2

@@ -9,6 +9,7 @@ from dmx.assignment.budget import Budget
 from dmx.searching import adaptive, search_space
 from dmx.searching.adaptive import FEWEST_BATCHES, Judgement, judge, split_batches, start_from
 from dmx.searching.offsets import harden
+from experiments.running.rows import method_of
 from tests.settings import search_config
 
 BUDGET = Budget(5.0)
@@ -39,6 +40,7 @@ def test_few_batches_give_the_choice_of_the_scores_and_say_so(small):
     assert result.assignment.formats == scored.formats and result.history == []
     said = result.assignment.search
     assert said.kept == "scores" and said.path is None and len(result.warnings) == 1
+    assert method_of(result.assignment, quantized="W+A").label == "adaptive: kl_per_bit"
 
 
 @pytest.mark.parametrize(("mean", "kept"), [(-0.2, "descent"), (-0.05, "scores"), (0.2, "scores")])

@@ -91,7 +91,7 @@ def tokens_page(records: Mapping[str, Record]) -> tuple[str, dict[str, Figure]]:
                 perplexity, seconds = group.statistic("perplexity"), search_seconds(group, groups)
                 assert perplexity.mean is not None
                 point = (tokens, seconds, perplexity.mean, perplexity.spread or 0.0)
-                curves.setdefault(group.method.base, []).append(point)
+                curves.setdefault(group.method.without("kept").base, []).append(point)
                 rows.append(
                     [
                         f"{tokens:,}",
