@@ -43,6 +43,16 @@ def _train_again(block: nn.Module, *_: Any) -> None:
     block.__dict__["training"] = True
 
 
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Modules that checkpoint. In transformers these are layers; what holds layers says so, too, and would do nothing in
+    training mode but what it drops out or skips then, outside any of them."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    found = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    layers = {m for m in found if isinstance(m, GradientCheckpointingLayer)}
+    return [m for m in found if m in layers or layers.isdisjoint(m.modules())]
+
+
 @contextmanager
 def checkpointing(model: nn.Module, on: bool, settings: str) -> Iterator[None]:
     """Gradient checkpointing of a transformers model inside, everything as it was after.
@@ -60,7 +70,7 @@ def checkpointing(model: nn.Module, on: bool, settings: str) -> Iterator[None]:
     if not on and stream is None:
         yield
         return
-    blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]
+    blocks = _blocks_of(model)
     if not blocks:
         asked = f"{settings}.gradient_checkpointing=true" if on else "memory=block"
         raise ModelError(

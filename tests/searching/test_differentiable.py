@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 import dmx
 from dmx.assignment.assignment import make_assignment
@@ -232,9 +232,21 @@ class DroppingBlock(LlamaDecoderLayer):
         return nn.functional.dropout(super().forward(*args, **kwargs), 0.5, self.training)
 
 
+class DroppingModel(LlamaModel):
+    """So does this, around its blocks, as those of XGLM and BioGPT do."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.last_hidden_state = nn.functional.dropout(
+            output.last_hidden_state, 0.5, self.training
+        )
+        return output
+
+
 def test_checkpointing_changes_memory_not_numbers_captured_or_not(tiny, monkeypatch):
     model, batches = tiny
     model.eval().model.layers[1].__class__ = DroppingBlock
+    model.model.__class__ = DroppingModel
     monkeypatch.setattr(Imitation, "made", 0)
     monkeypatch.setattr("dmx.models.graph.GraphedStep", Imitation)
     for name in ("get_rng_state", "set_rng_state"):  # which no capture allows on a GPU
