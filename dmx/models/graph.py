@@ -29,9 +29,13 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(side)
         # What the warm-up freed on the side stream is of no use to the graph's own pool.
         torch.cuda.empty_cache()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.results = step(*self.inputs)
+        self.graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self.graph):
+                self.results = step(*self.inputs)
+        finally:
+            # Else that of a capture that failed, which may be tried again with fewer rows, stays the current one.
+            torch.cuda.set_stream(own)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for kept, given in zip(self.inputs, inputs, strict=True):

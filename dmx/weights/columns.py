@@ -29,6 +29,7 @@ their search, the second quantization and the correction for inputs are ours.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch import Tensor
 from dmx.errors import RunError
 from dmx.formats import BLOCK_SIZE, BlockFormat, ElementFormat, ScaleRule
 from dmx.kernels import ops
+from dmx.models.graph import GraphedStep
 from dmx.numerics import amax_to_scale_exponent, block_to_scale_exponent, round_to_element
 from dmx.numerics.rounding import exact_power_of_two, float_exponent
 from dmx.numerics.scaled import block_scales
@@ -101,31 +103,14 @@ class GraphedColumns:
     far longer than what they launch. Results are overwritten by the next call."""
 
     def __init__(self) -> None:
-        self._captured: dict[
-            Any, tuple[torch.cuda.CUDAGraph, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-        ] = {}
+        self._captured: dict[Any, GraphedStep] = {}
 
     def __call__(self, x: Tensor, factor: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
         key = (x.shape, element)
         if key not in self._captured:
-            self._captured[key] = self._capture(x, factor, element)
-        graph, inputs, results = self._captured[key]
-        for kept, given in zip(inputs, (x, factor), strict=True):
-            kept.copy_(given)
-        graph.replay()
-        return results
-
-    def _capture(self, x: Tensor, factor: Tensor, element: ElementFormat) -> Any:
-        inputs = (x.clone(), factor.clone())
-        side = torch.cuda.Stream(x.device)
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(side):
-            round_columns(*inputs, element)
-        torch.cuda.current_stream(x.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = round_columns(*inputs, element)
-        return graph, inputs, results
+            self._captured[key] = GraphedStep(partial(round_columns, element=element), x, factor)
+        values, errors = self._captured[key](x, factor)
+        return values, errors
 
 
 def fixed_amax(

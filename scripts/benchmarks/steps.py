@@ -131,8 +131,6 @@ def compare_steps(
             if variant.get("cuda_graph") != "on":
                 raise
             row |= NOT_MEASURED | {"reason": str(error).strip().splitlines()[0]}
-            if device == "cuda":  # which a capture that failed does not leave by itself
-                torch.cuda.set_stream(torch.cuda.default_stream())
         yield row
         say(f"{shape.name} {rows} x {length} {variant}: {describe(row)}")
 

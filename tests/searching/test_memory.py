@@ -8,6 +8,7 @@ import torch
 
 import dmx
 from dmx.assignment.assignment import Assignment
+from dmx.models.graph import GraphedStep
 from dmx.models.memory import MicroBatch
 from dmx.searching.config import DescentConfig, PolishConfig, SearchConfigError
 from tests.settings import numbers, search_config
@@ -203,6 +204,14 @@ def test_captured_steps_are_captured_anew_with_fewer_rows(make_tiny):
     for a, b in zip(halved[0].history, asked[0].history, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
     assert halved[1].weights["kl_after"] == pytest.approx(asked[1].weights["kl_after"], rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_fails_leaves_the_stream_that_was_current():
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):  # what waits for the device is refused while it is captured
+        GraphedStep(lambda x: (x + x.sum().item(),), torch.ones(3, device="cuda"))
+    assert torch.cuda.current_stream() == before
 
 
 def stored(assignment: Assignment):
