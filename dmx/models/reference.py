@@ -11,16 +11,19 @@ again then costs the product of the head and no pass through the model.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dmx.models.memory import ran_out, room_to_keep
+from dmx.models.graph import StepGraphs
+from dmx.models.memory import MicroBatch, ran_out, release, room_to_keep
 from dmx.models.running import model_logits
-from dmx.models.sharding import gather_outer
+from dmx.models.sharding import gather_outer, is_sharded
 from dmx.processes import Processes
+
+_T = TypeVar("_T")
 
 
 class Output(Protocol):
@@ -179,3 +182,33 @@ class KeptReferences:
         if gives:
             self.keeps, self._kept = False, {}
         return gives
+
+
+def within_memory(
+    use: Callable[[], _T],
+    rows: int,
+    model: nn.Module,
+    micro: MicroBatch,
+    references: KeptReferences,
+    graphs: StepGraphs,
+) -> _T:
+    """What `use` gives, which runs so many rows: where the memory does not do, first without what auto had kept, then of
+    fewer rows at a time, as `micro` has it. It begins again each time.
+
+    Args:
+        graphs: of the steps that read what is kept.
+    """
+
+    def without_references() -> _T:
+        try:
+            return use()
+        except (MemoryError, RuntimeError) as error:
+            # Of common passes one process alone cannot begin again.
+            if is_sharded(model) or not references.give_up(error):
+                raise
+        # Here, where nothing holds what the pass that failed had allocated.
+        graphs.forget()
+        release()
+        return use()
+
+    return micro.run(without_references, rows)

@@ -34,8 +34,7 @@ from dmx.models.checkpointing import checkpointing
 from dmx.models.experts import has_linear_experts
 from dmx.models.finite import first_not_finite, not_finite
 from dmx.models.graph import StepGraphs
-from dmx.models.memory import release
-from dmx.models.reference import KeptReferences, Output, WholeLogits, output_of
+from dmx.models.reference import KeptReferences, Output, WholeLogits, output_of, within_memory
 from dmx.models.running import is_purely_causal, maskless_attention, model_logits
 from dmx.models.sharding import is_sharded
 from dmx.models.streaming import stream_of
@@ -302,22 +301,7 @@ class DifferentiableSearch:
         return fitting
 
     def _within_memory(self, use: Callable[[], _T], rows: int) -> _T:
-        """What `use` gives, which runs so many rows: where the memory does not do, first without kept references, then as
-        `MicroBatch.run`."""
-
-        def without_references() -> _T:
-            try:
-                return use()
-            except (MemoryError, RuntimeError) as error:
-                # Of common passes one process alone cannot begin again.
-                if is_sharded(self.model) or not self.references.give_up(error):
-                    raise
-            # Here, where nothing holds what the pass that failed had allocated.
-            self._graphed.forget()
-            release()
-            return use()
-
-        return self.micro.run(without_references, rows)
+        return within_memory(use, rows, self.model, self.micro, self.references, self._graphed)
 
     def _decide_on_graph(self) -> bool:
         asked = self.config.descent.cuda_graph

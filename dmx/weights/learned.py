@@ -44,7 +44,7 @@ from dmx.models.finite import check_finite_weights
 from dmx.models.graph import StepGraphs
 from dmx.models.linears import linear_layers, plain_model
 from dmx.models.memory import MicroBatch
-from dmx.models.reference import KeptReferences
+from dmx.models.reference import KeptReferences, within_memory
 from dmx.models.running import evaluating, is_purely_causal, maskless_attention
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import is_sharded, refuse_pieces
@@ -194,7 +194,10 @@ class _Learning:
             (loss,) = self._graphed("gradient", self._gradient, tokens, reference)
             return loss
 
-        return self.micro.run(run, len(tokens))
+        return self._within_memory(run, len(tokens))
+
+    def _within_memory(self, use: Callable[[], Tensor], rows: int) -> Tensor:
+        return within_memory(use, rows, self.model, self.micro, self.references, self._graphed)
 
     def measure(self, batches: Sequence[Tensor]) -> float:
         """KL of the quantized model as it now is, nats/token."""
@@ -213,7 +216,7 @@ class _Learning:
         with torch.no_grad():
             for batch in batches:
                 tokens = self._own(batch)
-                total += self.micro.run(partial(measured, tokens), len(tokens))
+                total += self._within_memory(partial(measured, tokens), len(tokens))
         self.bank.forget()
         return float(self.processes.mean(total / len(batches)))
 

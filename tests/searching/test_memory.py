@@ -11,6 +11,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.models.graph import GraphedStep
 from dmx.models.memory import MicroBatch
 from dmx.searching.config import DescentConfig, PolishConfig, SearchConfigError
+from dmx.weights.learned import _Learning
 from tests.settings import numbers, search_config
 
 BATCHES = list(torch.randint(0, 257, (2, 4, 16), generator=torch.Generator().manual_seed(3)))
@@ -183,6 +184,25 @@ def test_learning_that_halves_is_that_of_fewer_rows(small, keep_reference):
         assert torch.equal(a, b)
     whole = learned()
     assert halved.weights["kl_after"] == pytest.approx(whole.weights["kl_after"], rel=1e-2)
+
+
+def test_learning_lets_go_of_kept_references_where_memory_ends(small, monkeypatch):
+    found, step = searched(small, "random").assignment, _Learning._gradient
+    short = {"steps": 4, "warmup": 1, "lr": 1e-3, "held_batches": 1}
+
+    def learned(**settings):
+        return dmx.learn_weights(small, found, BATCHES, dmx.LearnConfig(**short, **settings))
+
+    def full(self, *given):
+        if self.step == 2 and self.references.keeps:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(self, *given)
+
+    expected = learned()
+    monkeypatch.setattr(_Learning, "_gradient", full)
+    assert learned() == expected
+    with pytest.raises(torch.OutOfMemoryError):
+        learned(keep_reference="on")
 
 
 @pytest.mark.gpu
