@@ -84,7 +84,7 @@ def round_by_hessian(weight: Tensor, hessian: Tensor, block_format: BlockFormat)
     local = local_hessians(hessian)
     # The choice does not depend on the size of a block of H; of this one no sum of products overflows or vanishes.
     largest = local.diagonal(dim1=1, dim2=2).amax(1)
-    local *= exact_power_of_two(-float_exponent(largest))[:, None, None]
+    local = local * exact_power_of_two(-float_exponent(largest))[:, None, None]
     rows = max(1, CHUNK // weight.shape[1])
     parts = [_rounded(part, local, block_format) for part in weight.detach().split(rows)]
     return torch.cat(parts)
