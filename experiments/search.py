@@ -36,8 +36,8 @@ class SearchRun(SearchingRun):
     """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
     heuristics."""
     pace: bool
-    """Time a plain training step first, say how long the run will take here, and count its work in
-    such steps."""
+    """Time plain training steps first and between the stages, say how long the run will take here, and count its
+    work in such steps."""
     weights: str
     """nearest | mse | local_hessian | gptq | learned: every searched assignment is measured a second time, with such
     weights."""
