@@ -190,7 +190,7 @@ def test_uniform_rows_hold_every_format(run, record_of, tmp_path):
         (["calibration.window=1"], r"ConfigError: calibration\.window=1 must be at least 2"),
         (["calibration.window=4096"], r"DataError: window=4096 is longer than .* 2048 positions"),
         (["evaluation.window=4096"], r"DataError: window=4096 is longer than .* 2048 positions"),
-        (["baselines=[best]"], r"FormatError: baselines='best'.*Allowed: bf16, uniform, kl"),
+        (["baselines=[best]"], r"FormatError: baselines='best'.*Allowed: bf16, uniform, mxfp4"),
         (["evaluation.quantized=[A]"], r"evaluation\.quantized='A'.*W\+A, W"),
         (
             ["evaluation.quantized=[]"],
