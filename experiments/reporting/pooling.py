@@ -17,6 +17,7 @@ from typing import Any
 
 from dmx.errors import DmxError
 from dmx.formats import get_family
+from dmx.searching.config import USED_BY
 
 from .groups import Group, group_rows
 from .record import USUAL_FAMILY, Limit, Method, Record, Row
@@ -149,6 +150,7 @@ def variant(
             or (key.startswith("polish") and not method.polish)
             or (key == "residual_block" and method.transform != "hadamard_full")
             or (key.startswith("joint") and method.search != "joint")
+            or (key == "score_batches" and key not in USED_BY.get(method.search, ()))
         )
         if (
             is_read

@@ -155,6 +155,14 @@ def test_seeds_pool_whatever_draws_their_batches():
     assert [len(group.rows) for group in groups] == [2]
 
 
+def test_what_a_search_does_not_read_tells_nothing_apart():
+    scores = told(KL_PER_BIT, path="element")
+    for row, alike in ((LEARNED, True), (told(search="differentiable"), True), (scores, False)):
+        records = [made(row), made(row, requested=searched(score_batches=None))]
+        ((_, groups),) = pooled(records, PRESETS).items()
+        assert [len(group.seeds) for group in groups] == ([1] if alike else [1, 1])
+
+
 def test_a_joint_search_on_another_text_is_another_method():
     records = [made(JOINT), made(JOINT), made(JOINT, data=training(sha256="1234567890"))]
     ((_, groups),) = pooled(records, PRESETS).items()
