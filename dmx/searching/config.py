@@ -91,8 +91,7 @@ class DescentConfig:
     """Less memory for a second forward pass."""
     cuda_graph: str = "auto"
     """auto | on | off: capture the step in a CUDA graph. auto: on a GPU, for purely causal sdpa
-    models without gradient checkpointing; the record says what ran. Checkpointed steps are captured
-    with on alone until that has been measured on a card."""
+    models; the record says what ran."""
     keep_reference: str = "auto"
     """auto | on | off, objective=kl: keep what the unquantized model gave for a batch, so that a batch that comes
     again costs no pass of it; the same numbers. auto: where batches come again and memory has room for all."""

@@ -305,8 +305,6 @@ class DifferentiableSearch:
 
     def _decide_on_graph(self) -> bool:
         asked = self.config.descent.cuda_graph
-        if asked == "auto" and self.config.descent.gradient_checkpointing:
-            return False
         obstacle = ""
         if self.device.type != "cuda":
             obstacle = f"the model is on {self.device.type}"

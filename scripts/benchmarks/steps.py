@@ -139,7 +139,11 @@ KL: dict[str, Any] = {"objective": "kl", "keep_reference": "off"}
 KL_KEPT = KL | {"keep_reference": "on"}
 OBJECTIVES: list[dict[str, Any]] = [{"objective": "cross_entropy"}, KL, KL_KEPT]
 """A batch comes again in every step here: without its reference kept a step is that of a batch seen once."""
-CHECKPOINTED: dict[str, Any] = {"objective": "cross_entropy", "gradient_checkpointing": True}
+CHECKPOINTED: dict[str, Any] = {
+    "objective": "cross_entropy",
+    "gradient_checkpointing": True,
+    "cuda_graph": "off",
+}
 
 
 def steps(device: str, tiny: bool) -> list[dict[str, Any]]:

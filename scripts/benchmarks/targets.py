@@ -5,6 +5,9 @@ from typing import Any
 
 from scripts.benchmarks.shapes import SMOLLM2
 
+CAPTURED = (("cross entropy, checkpointing in a graph", 2.0), ("kl, checkpointing in a graph", 2.5))
+"""Kinds of steps that all models have, and how often they may take a plain one's time."""
+
 
 def settings_text(settings: dict[str, Any]) -> str:
     """Of a step of a search, as tables call it."""
@@ -51,11 +54,11 @@ def targets(device: str, found: dict[str, list[dict[str, Any]]]) -> list[list[st
             for f in ("mxfp4", "mxfp8")
         ]
 
-    def step(kind: str, a: str, b: str) -> list[float]:
+    def step(kind: str, a: str, b: str, model: str | None = SMOLLM2.name) -> list[float]:
         return [
             r[a] / r[b] if r[a] and r[b] else math.nan
             for r in found.get("steps", [])
-            if r["model"] == SMOLLM2.name and settings_text(r["settings"]) == kind
+            if model in (None, r["model"]) and settings_text(r["settings"]) == kind
         ]
 
     def seconds(section: str, key: str, **wanted: Any) -> list[float]:
@@ -100,6 +103,13 @@ def targets(device: str, found: dict[str, list[dict[str, Any]]]) -> list[list[st
                 at_least=False,
             )
             for kind, _ in kinds
+        ),
+        *(
+            check_of(
+                f"steps of all models, {kind}, times plain", found_steps, limit, at_least=False
+            )
+            for kind, limit in CAPTURED
+            if (found_steps := step(kind, "search_seconds", "plain_seconds", None))
         ),
         check_of("400 steps of 8 x 2048, s", seconds("long", "total_seconds"), 120, at_least=False),
         check_of(

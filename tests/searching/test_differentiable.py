@@ -261,7 +261,7 @@ def test_checkpointing_changes_memory_not_numbers_captured_or_not(tiny, monkeypa
     assert Imitation.made == 2  # of the step, and of the reference that is kept
 
 
-def test_checkpointed_steps_are_captured_where_that_is_asked_for(tiny):
+def test_checkpointed_steps_are_captured_as_others_are(tiny):
     model, batches = tiny
 
     def decided(device, asked, on):
@@ -279,8 +279,9 @@ def test_checkpointed_steps_are_captured_where_that_is_asked_for(tiny):
         search.config, search.device = config, torch.device(device)
         return search._decide_on_graph()
 
-    assert [decided("cuda", asked, True) for asked in ("auto", "on", "off")] == [False, True, False]
-    assert decided("cuda", "auto", False)
+    for on in (True, False):
+        asked = ("auto", "on", "off")
+        assert [decided("cuda", word, on) for word in asked] == [True, True, False]
     with pytest.raises(DmxError, match=r"cuda_graph=on: the model is on cpu"):
         decided("cpu", "on", True)
 
