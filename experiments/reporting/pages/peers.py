@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..markdown import markdown
@@ -10,6 +10,11 @@ from ..record import Record, Row, TextFacts
 
 COMMAND = "peers"
 HEAD = ("tool", "candidates", "budget", "bits")
+OURS = ("ours", "ours_weights")
+"""Peers that are this project."""
+SHOWN = ("adaptive", "adaptive_polish", "kl_per_bit_learned", "adaptive_polish_learned")
+"""Of our methods those that are held against other tools: the default search with and without its polish, and what learns
+after a search of ours."""
 CHECKS = (
     "tool",
     "candidates",
@@ -33,6 +38,7 @@ def peers_page(records: Sequence[Record]) -> str:
         "and inputs. `weights` rows are a tool's finished weights. How to run it: `python -m scripts.peers -h`, "
         "`make peers` for the tools.",
     ]
+    lines += _against_others([sections[place] for place in sorted(sections, key=str)])
     for place in sorted(sections, key=str):
         lines += ["", *_section(sections[place])]
     lines += ["", *_checks(records), "", *_notes(records)]
@@ -51,6 +57,87 @@ def _place(record: Record) -> tuple[Any, ...]:
         record.data["calibration"].sha256,
         record.device.name,
     )
+
+
+def _against_others(sections: Sequence[Sequence[Record]]) -> list[str]:
+    """Our default search and finished weights beside the best that another tool gave for the same request."""
+    kinds = list(dict.fromkeys(k for of in sections for r in of for k in map(_kind, r.rows)))
+    lines = [line for of in sections for line in _beside_best(of, kinds)]
+    if not lines:
+        return []
+    head = ["tokens, units", "candidates", "budget", "ours", "s", "best other tool", "s"]
+    return [
+        "",
+        "## Against the best other tool",
+        "",
+        "Perplexity of ours minus that of the other tool that is best under the rule, %; formats alone against formats alone, "
+        "finished weights against finished weights, whose seconds hold those of choosing their formats. Our searches "
+        "were told the rule floor.",
+        "",
+        *markdown([*head, *(f"{quantized}, {rules}" for quantized, rules in kinds)], lines),
+    ]
+
+
+def _beside_best(
+    records: Sequence[Record], kinds: Sequence[tuple[str, str]]
+) -> Iterator[list[Any]]:
+    ours = [r for r in records if r.requested["peer"] in OURS and r.requested["method"] in SHOWN]
+    for record in sorted(ours, key=lambda r: (_request(r), SHOWN.index(r.requested["method"]))):
+        others = [
+            r
+            for r in records
+            if r.requested["peer"] not in OURS and _request(r) == _request(record)
+        ]
+        if others:
+            best = [_best_under(kind, others) for kind in kinds]
+            named = dict.fromkeys(r.actual["label"] for r in best if r is not None)
+            asked = record.requested
+            yield [
+                f"{asked['tokens']:,}, {asked['units']}",
+                _candidates(record),
+                f"{asked['limit']:g}",
+                record.actual["label"],
+                f"{_whole_seconds(record, records):.0f}",
+                "; ".join(named),
+                "; ".join(
+                    f"{_whole_seconds(next(r for r in others if r.actual['label'] == n), records):.0f}"
+                    for n in named
+                ),
+                *(_change(kind, record, other) for kind, other in zip(kinds, best, strict=True)),
+            ]
+
+
+def _request(record: Record) -> tuple[Any, ...]:
+    """What a result of another tool must share to be held against."""
+    asked = record.requested
+    return (asked["family"], asked["limit"], record.actual["gives"] == "weights", asked["seed"])
+
+
+def _under(kind: tuple[str, str], record: Record) -> float | None:
+    return next((row.perplexity for row in record.rows if _kind(row) == kind), None)
+
+
+def _best_under(kind: tuple[str, str], records: Sequence[Record]) -> Record | None:
+    found = [(value, r) for r in records if (value := _under(kind, r)) is not None]
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _change(kind: tuple[str, str], ours: Record, other: Record | None) -> str:
+    own, theirs = _under(kind, ours), None if other is None else _under(kind, other)
+    return "" if own is None or theirs is None else f"{100 * (own / theirs - 1):+.1f}"
+
+
+def _whole_seconds(record: Record, records: Sequence[Record]) -> float:
+    """Of a result, with those of the fastest search that chose the formats of finished weights."""
+    seconds: float = record.actual["seconds"]
+    if record.actual["gives"] != "weights":
+        return seconds
+    chose = [
+        r.actual["seconds"]
+        for r in records
+        if r.actual["gives"] == "formats" and r.actual["formats"] == record.actual["formats"]
+    ]
+    return seconds + min(chose, default=0.0)
 
 
 def _section(records: Sequence[Record]) -> list[str]:
@@ -83,6 +170,10 @@ def _texts(record: Record, evaluation: TextFacts) -> str:
     )
 
 
+def _candidates(record: Record) -> str:
+    return "/".join(f.removeprefix("mxfp").partition("_")[0] for f in record.requested["family"])
+
+
 def _kind(row: Row) -> tuple[str, str]:
     """What is quantized, and by which rules of inputs: finished weights have one of their own."""
     return str(row.method.quantized), row.method.scale_rules.rpartition("input: ")[2]
@@ -100,7 +191,7 @@ def _line(record: Record, kinds: Sequence[tuple[str, str]], tasks: Sequence[str]
     label = actual["label"] + (" (weights)" if actual["gives"] == "weights" else "")
     return [
         label,
-        "/".join(f.removeprefix("mxfp").partition("_")[0] for f in asked["family"]),
+        _candidates(record),
         f"{asked['limit']:g}",
         f"{first.element_bits:.3f}",
         *(_perplexity(rows.get(kind)) for kind in kinds),
