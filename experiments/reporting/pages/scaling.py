@@ -190,7 +190,7 @@ def _conditions(alone: Growth, together: Growth | None) -> list[str]:
     if together is not None:
         lines.append(
             f"- {together.processes} of these cards, of one host: whole weights in each, and sharded ones (FSDP2); the batch is "
-            "that of all, seconds and memory those of the card that has most."
+            f"that of all, seconds and memory those of the card that has most; {together.machine['when']}."
         )
     return [*lines, "- The plain step: forward and backward in bf16 without a search, eager."]
 
