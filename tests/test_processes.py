@@ -14,9 +14,9 @@ from tests.forked import Forked, places
 
 # The search of the test, run by every process; histories go into the folder of its argument.
 SCRIPT = """
-import json, sys, torch, dmx
+import json, sys, numpy as np, torch, dmx
 from dmx.searching import search_space
-from dmx.searching.adaptive import judge
+from dmx.searching.adaptive import held_kls
 from dmx.evaluate.perplexity import window_losses
 from dmx.evaluate.zero_shot.requests import Request
 from dmx.evaluate.zero_shot.scoring import Scorer
@@ -45,7 +45,7 @@ for name in ("aumann_shapley", "kl_per_bit", "fisher"):
 config = dmx.SearchConfig(name="adaptive")
 space = search_space(model, config)
 dearest, cheapest = ([i] * len(space.units) for i in (1, 0))
-judged = judge(model, space, config, batches, dearest, cheapest)
+judged = held_kls(model, space, config, batches, [np.array(dearest), np.array(cheapest)])
 dmx.gptq(model, found.assignment, batches, folder=sys.argv[1])
 tokens = torch.randint(0, 288, (9 * 32,), generator=generator)
 losses = window_losses(model, tokens, window=32, batch_size=2, processes=processes)
@@ -57,7 +57,7 @@ try:
     refused = None
 except dmx.errors.DataError as error:
     refused = str(error)
-said = {"refused": refused, "judged": [judged.mean, judged.stderr], "losses": losses.tolist(), "answers": answers, "main": processes.agree(lambda: processes.rank)}
+said = {"refused": refused, "judged": judged.tolist(), "losses": losses.tolist(), "answers": answers, "main": processes.agree(lambda: processes.rank)}
 json.dump(said, open(f"{sys.argv[1]}/said{processes.rank}.json", "w"))
 if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
@@ -119,7 +119,9 @@ def test_two_processes_give_the_history_of_one(tmp_path, monkeypatch, device):
     assert two[0] == two[1] and len(set(one["losses"])) == 9
     rounding = 0 if device.type == "cpu" else 1e-6
     assert two[0]["losses"] == pytest.approx(one["losses"], rel=rounding, abs=0)
-    assert two[0]["judged"] == pytest.approx(one["judged"], rel=1e-4) and one["judged"][0] < 0
+    for a, b in zip(one["judged"], two[0]["judged"], strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    assert sum(one["judged"][0]) < sum(one["judged"][1])
     assert two[0]["main"] == 0
     assert one["refused"] is None and "processes were given different batches" in two[0]["refused"]
     for (value, hit), (other, other_hit) in zip(one["answers"], two[0]["answers"], strict=True):

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-Kept = Literal["scores", "descent"]
-"""Whose choice an adaptive search took."""
+Kept = Literal["scores", "fisher", "descent"]
+"""Whose choice an adaptive search took; scores: those of kl_per_bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class SearchFacts:
     kept: Kept | None = None
     """Of name=adaptive."""
     kept_because: str | None = None
-    """What was measured of both, or why there was no descent."""
+    """What was measured of all, or why there was no descent."""
     searched_under: str | None = None
     """Scale rule that a descent of earlier versions knew, where the assignment's own rules are others."""
     steps: int | None = None

@@ -1,17 +1,18 @@
-"""The adaptive search: scores first, by gradient from there where there is text enough, and the better of both.
+"""The adaptive search: scores first, by gradient from there where there is text enough, and the best of all.
 
-    scores     the choice of `kl_per_bit`, on `search.score_batches`
-    descent    from raw offsets that stand for these scores, on all batches but those held out, in as many steps as
-               MOST_PASSES over them allow, `search.steps` at most
-    judgement  the choice of the descent is taken where its KL to the full-precision model on the batches held out is
-               lower than that of the scores by more than its standard error over rows
+    scores     the choices of `kl_per_bit` and of `fisher`, on `search.score_batches`
+    descent    from raw offsets that stand for the better of these scores, on all batches but those held out, in as
+               many steps as MOST_PASSES over them allow, `search.steps` at most
+    judgement  on the batches held out: of the choices whose KL to the full-precision model is lower than that of
+               kl_per_bit's by more than the standard error of the difference over rows the one of the lowest KL,
+               kl_per_bit's where there is none. Which scores are the better ones is judged likewise
 
-With fewer than FEWEST_BATCHES batches there is no descent. So the choice is that of the scores wherever steps do not
-show, on text that they have not seen, that they are worth it.
+With fewer than FEWEST_BATCHES batches nothing can be judged, and the choice is that of kl_per_bit. So it is wherever
+another does not show, on text that no step has seen, that it is better.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,11 @@ HELD_SHARE = 4
 """One batch of so many is held out of the descent."""
 MOST_PASSES = 4
 """Over the batches of the descent."""
+JUDGED = 5
+"""Passes over the batches held out: the full-precision model and both scores' choices, and again that model and the
+descent's."""
+CALLED: dict[Kept, str] = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "the descent"}
+"""Whose choice was kept -> what messages call that."""
 REACH = 0.35
 """How far scores move a raw offset from the middle between two formats, of the way from one to the other; below a
 half, so that each still follows its gradient."""
@@ -82,52 +88,99 @@ def start_from(
 
 @dataclass(frozen=True)
 class Judgement:
-    """Two choices on text that was held out: KL of the descent's minus that of the scores', nats/token."""
+    """A choice on text that was held out: its KL minus that of the choice of kl_per_bit, nats/token."""
 
     mean: float
     stderr: float
 
+    @classmethod
+    def of(cls, kls: np.ndarray, scored: np.ndarray) -> "Judgement":
+        """Of the (rows,) KL of a choice and of kl_per_bit's."""
+        difference = kls - scored
+        return cls(
+            float(difference.mean()), float(difference.std(ddof=1) / math.sqrt(difference.size))
+        )
+
     @property
-    def kept(self) -> Kept:
-        """Which choice is taken."""
-        return "descent" if self.mean + self.stderr < 0 else "scores"
+    def is_better(self) -> bool:
+        """By more than an error."""
+        return self.mean + self.stderr < 0
 
     def __str__(self) -> str:
-        return f"{self.mean:+.3g} ± {self.stderr:.2g} nats/token"
+        return f"{self.mean:+.3g} ± {self.stderr:.2g}"
+
+
+class Jury:
+    """Judges choices on the batches held out, and measures each once.
+
+    Args:
+        measure: (U,) choices -> (choices, rows) their KL to the full-precision model.
+    """
+
+    def __init__(self, measure: Callable[[Sequence[np.ndarray]], np.ndarray]) -> None:
+        self.measure = measure
+        self.judgements: dict[Kept, Judgement | None] = {}
+        """Of all but kl_per_bit; None: the same choice."""
+        self._kls: dict[tuple[int, ...], np.ndarray] = {}
+
+    def best(self, choices: Mapping[Kept, np.ndarray]) -> Kept:
+        """Whose choice is taken; the first of equal ones.
+
+        Args:
+            choices: (U,) int64 each, that of the `scores` among them.
+        """
+        keys = {whose: tuple(choice.tolist()) for whose, choice in choices.items()}
+        if len(set(keys.values())) > 1:
+            missing = {
+                keys[whose]: c for whose, c in choices.items() if keys[whose] not in self._kls
+            }
+            if missing:
+                measured = self.measure(list(missing.values()))
+                self._kls |= dict(zip(missing, measured, strict=True))
+        scored = keys.pop("scores")
+        self.judgements = {
+            whose: None if key == scored else Judgement.of(self._kls[key], self._kls[scored])
+            for whose, key in keys.items()
+        }
+        better = {w: j.mean for w, j in self.judgements.items() if j is not None and j.is_better}
+        return min(better, key=better.__getitem__, default="scores")
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{whose} {'the same choice' if judgement is None else judgement}"
+            for whose, judgement in self.judgements.items()
+        )
 
 
 @torch.no_grad()
-def judge(
+def held_kls(
     model: nn.Module,
     space: SearchSpace,
     config: SearchConfig,
     held: Sequence[Tensor],
-    descended: np.ndarray,
-    scored: np.ndarray,
-) -> Judgement:
-    """Both choices on the batches held out; equal in all processes.
+    choices: Sequence[np.ndarray],
+) -> np.ndarray:
+    """(choices, rows) float64 KL to the full-precision model of each row held out, nats/token; equal in all processes.
 
     Raises:
         ModelError: a KL is not finite.
     """
     processes = Processes(next(model.parameters()).device)
-    choices = [[space.formats[int(i)] for i in choice] for choice in (descended, scored)]
+    formats = [[space.formats[int(i)] for i in choice] for choice in choices]
     rules = config.scale_rules.by_format()
     rows = []
     with searching_model(model, space, config.format_family, rules) as bank:
         for batch in held:
             own = processes.own_rows(batch)
-            kls = torch.zeros(2, len(batch), dtype=torch.float64, device=processes.own_device)
+            shape = (len(choices), len(batch))
+            kls = torch.zeros(shape, dtype=torch.float64, device=processes.own_device)
             first = processes.rank * len(own)
-            kls[:, first : first + len(own)] = _row_kls(model, bank, config, own, choices)
+            kls[:, first : first + len(own)] = _row_kls(model, bank, config, own, formats)
             rows.append(processes.total(kls).cpu())
-    of_rows = torch.cat(rows, 1).numpy()
+    of_rows: np.ndarray = torch.cat(rows, 1).numpy()
     if not np.isfinite(of_rows).all():
         raise not_finite(model, held, "a KL", "on the calibration text, quantized")
-    difference = of_rows[0] - of_rows[1]
-    return Judgement(
-        float(difference.mean()), float(difference.std(ddof=1) / math.sqrt(difference.size))
-    )
+    return of_rows
 
 
 def _row_kls(

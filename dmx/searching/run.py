@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from dmx.models.streaming import stream_of
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.adaptive import (
+    CALLED,
     FEWEST_BATCHES,
+    Jury,
     adaptive_steps,
-    judge,
+    held_kls,
     split_batches,
     start_from,
 )
@@ -346,32 +349,40 @@ class _Job:
         )
 
     def adapt(self, transform: Transform) -> _Outcome:
-        """By scores, then by gradient from there where there is text enough, and what is better on other text."""
-        scored = self.rank(transform, self.config.for_search("kl_per_bit"))
+        """By scores, then by gradient from there where there is text enough, and what is best on other text."""
+        config = self.config
+        found: dict[Kept, _Outcome] = {
+            "scores": self.rank(transform, config.for_search("kl_per_bit"))
+        }
         learned, held = split_batches(self.batches)
         if not held:
-            few = (
-                f"{len(self.batches)} batches are too few for a descent (from {FEWEST_BATCHES} on)"
-            )
-            return self.scores_kept(scored, few)
+            few = f"{len(self.batches)} batches are too few to judge another choice on (from {FEWEST_BATCHES} on)"
+            return self.scores_kept(found["scores"], "scores", few)
+        found["fisher"] = self.rank(transform, config.for_search("fisher"))
+        jury = Jury(partial(held_kls, self.model, self.space, config, held))
+        better = jury.best({whose: outcome.choice for whose, outcome in found.items()})
+        scored = found[better]
         start = start_from(scored.preference, self.space, self.budget, scored.choice)
-        config = replace(self.config, steps=adaptive_steps(self.config, len(self.batches)))
-        descended = self.descend(transform, learned, config, start)
-        history = replace(descended, choice=scored.choice, preference=scored.preference)
-        if np.array_equal(descended.choice, scored.choice):
-            return replace(history, kept="scores", kept_because="the descent chose the same")
-        judgement = judge(self.model, self.space, config, held, descended.choice, scored.choice)
-        said = f"KL of the descent minus that of the scores on {len(held)} batches held out: {judgement}"
-        if judgement.kept == "descent":
-            return replace(descended, kept="descent", kept_because=said)
-        return self.scores_kept(history, said)
+        steps = adaptive_steps(config, len(self.batches))
+        descended = self.descend(transform, learned, replace(config, steps=steps), start)
+        found["descent"] = descended
+        kept = jury.best({whose: outcome.choice for whose, outcome in found.items()})
+        why = (
+            f"KL on {len(held)} batches held out minus that of kl_per_bit, nats/token: {jury} "
+            f"(from {CALLED[better]})"
+        )
+        taken = found[kept]
+        history = replace(descended, choice=taken.choice, preference=taken.preference)
+        if np.array_equal(descended.choice, taken.choice):
+            return replace(history, kept=kept, kept_because=why)
+        return self.scores_kept(history, kept, why)
 
-    def scores_kept(self, outcome: _Outcome, why: str) -> _Outcome:
+    def scores_kept(self, outcome: _Outcome, kept: Kept, why: str) -> _Outcome:
         """The outcome, and a warning that says why no descent chose it."""
-        text = f"search.name=adaptive: {why}; the choice is that of the scores (kl_per_bit)."
+        text = f"search.name=adaptive: {why}; the choice is that of the scores ({CALLED[kept]})."
         warnings.warn(text, stacklevel=5)
         said = [*outcome.warnings, text]
-        return replace(outcome, kept="scores", kept_because=why, warnings=said)
+        return replace(outcome, kept=kept, kept_because=why, warnings=said)
 
     def descend(
         self,

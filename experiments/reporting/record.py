@@ -85,7 +85,7 @@ def _transform_text(name: str) -> str:
 
 _DMX = {"differentiable": "dMX", "joint": "dMX joint", "adaptive": "adaptive"}
 """Searches that take steps by gradient -> what a label calls them."""
-_KEPT = {"scores": "kl_per_bit", "descent": "dMX"}
+_KEPT = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "dMX"}
 """Whose choice an adaptive search took -> what a label calls that."""
 
 
@@ -127,7 +127,7 @@ class Method(Stored):
     format: str | None = dimension(None, compared=False)
     """search=uniform: the block format."""
     kept: str | None = dimension(None, compared=False)
-    """search=adaptive: whose choice it took, scores | descent; None: not known, or of several rows that differ in it."""
+    """search=adaptive: whose choice it took, scores | fisher | descent; None: not known, or of several rows that differ in it."""
     origin: str | None = dimension(None, compared=False)
     """What a label calls it instead of the search: another tool's config, exported files."""
     polish: bool = dimension(False, label=lambda _: "polish", compared=False)

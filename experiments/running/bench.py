@@ -31,6 +31,7 @@ from dmx.models import ModelConfig, load_model, max_positions
 from dmx.models.streaming import in_bytes, stream_of
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, search, uniform_assignment
+from dmx.searching.adaptive import CALLED
 from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
@@ -296,7 +297,10 @@ class Bench:
         known = result.assignment.search
         because = known.kept_because
         if because and not any(because in warning for warning in result.warnings):
-            self.run.say(f"search.name=adaptive: {because}; kept is the choice of the {known.kept}")
+            assert known.kept is not None
+            self.run.say(
+                f"search.name=adaptive: {because}; the choice is that of {CALLED[known.kept]}"
+            )
         if result.polish:
             facts["kl"] = result.polish[-1]["kl"]
         if config.descends:

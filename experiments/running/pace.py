@@ -12,6 +12,7 @@ output layer, for as many tokens as the plain step, which has 2 (B + H):
     step of a search              3 B + 2 H       gradients of the weights, too: an offset's needs them
     fisher, F candidates          (3 + F) B + 2 H
     aumann_shapley, F candidates  NODES (F - 1) (3 B + 2 H)
+    judgement of adaptive         JUDGED (B + H)  of a batch held out
     step of learned weights       3 B + 3 H       both models' products of the head, and the gradient's
     what it needs of a new batch  B               the full-precision model up to its head
 
@@ -28,7 +29,7 @@ from torch import nn
 
 from dmx.models.dtype import SLOW_BF16, bf16_slowness
 from dmx.searching import search_space
-from dmx.searching.adaptive import adaptive_steps
+from dmx.searching.adaptive import HELD_SHARE, JUDGED, adaptive_steps
 from dmx.searching.config import DESCENDING
 from dmx.searching.scan import NODES
 from dmx.weights.learned import measured_batches
@@ -132,6 +133,7 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
     scored = min(sizes.batches, settings.score_batches or sizes.batches)
     stages = [Stage(f"{EVALUATION}{name}", measured) for name in plan.measured_alone]
     scanned, own = 0, plan.stages
+    fisher = scored * ((3 + candidates) * sizes.blocks + 2 * sizes.output) / whole
     for name in (*plan.opponents, settings.name):
         work = 0.0
         if name in ("kl", "kl_per_bit", "adaptive"):
@@ -140,7 +142,7 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
             work = OVERHEAD["scan"] * changes * (sizes.blocks / 2 + sizes.output) / whole
             scanned = max(scanned, wanted)
         elif name == "fisher":
-            work = scored * ((3 + candidates) * sizes.blocks + 2 * sizes.output) / whole
+            work = fisher
         elif name == "aumann_shapley":
             step = (3 * sizes.blocks + 2 * sizes.output) / whole
             work = scored * NODES * (candidates - 1) * step
@@ -149,6 +151,9 @@ def expected_stages(plan: SearchPlan, sizes: Sizes, learning_steps: int) -> list
             steps = settings.steps
             if name == "adaptive":
                 steps = adaptive_steps(settings, sizes.batches)
+                if steps:
+                    work += fisher * ("fisher" not in plan.opponents)  # else its scores are read
+                    work += OVERHEAD["evaluation"] * JUDGED * (sizes.batches // HELD_SHARE) / 2
             work += OVERHEAD["search"] * step * steps
         stages += [Stage(name, work)] if work else []
         rows = measured * len(plan.quantized)

@@ -57,8 +57,20 @@ def test_a_step_of_the_search_has_the_gradients_of_the_weights_too():
     work = stages("baselines=[]", "search=differentiable", "search.steps=50")
     assert work["differentiable"] == pytest.approx(OVERHEAD["search"] * 50 * 11_000 / 8_000)
     assert work["evaluation of differentiable"] == OVERHEAD["evaluation"] * 32
+
+
+def test_an_adaptive_search_scores_twice_descends_and_judges_where_batches_are_enough():
     few = stages("baselines=[]", "search.steps=50")  # the default takes no step on so few batches
     assert few["adaptive"] == stages("baselines=[]", "search=kl_per_bit")["kl_per_bit"]
+    sizes = dataclasses.replace(SIZES, batches=8)
+    others = {"kl_per_bit": (), "fisher": (), "differentiable": ("search.steps=24",)}
+    parts = [
+        stages("baselines=[]", f"search={n}", *more, sizes=sizes)[n] for n, more in others.items()
+    ]
+    many = stages("baselines=[]", sizes=sizes)["adaptive"]
+    assert many == pytest.approx(sum(parts) + OVERHEAD["evaluation"] * 2 * 5 / 2)
+    read = stages("baselines=[fisher]", sizes=sizes)["adaptive"]
+    assert read == pytest.approx(many - parts[1])
 
 
 def test_learned_weights_are_two_models_and_a_row_of_the_search_alone_where_asked():

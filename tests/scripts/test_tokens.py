@@ -40,6 +40,10 @@ def test_the_page_says_where_adaptive_is_worse_than_an_opponent():
     assert text.index("| 512 | ") < text.index("| 2,048 | ")
     assert f"| 2,048 | kl_per_bit (W+A) | 3 | {math.exp(3.301 + WAVE.mean()):.2f} ± " in text
     assert "| 20.0 |" in text and "| 40.0 |" in text  # adaptive reads the scan of kl_per_bit
+    eight, _ = tokens_page(
+        {"tokens_floor_4096": at(4096, fisher=3.4, kl_per_bit=3.3, adaptive=3.3)}
+    )
+    assert "| 60.0 |" in eight and "| 40.0 |" not in eight  # and of eight batches fisher's
     alone, _ = tokens_page({"tokens_even_2048": good})
     assert "nowhere worse than fisher or kl_per_bit by more than 1 standard error" in alone
     assert "## Scale rule even" in alone

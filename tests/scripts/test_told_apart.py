@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections import Counter
+from typing import get_args
 
 import pytest
 
+from dmx.assignment.facts import Kept
 from dmx.errors import DmxError
 from dmx.weights.learn_config import LearnConfig
 from experiments.reporting.groups import group_rows
@@ -135,11 +137,12 @@ def test_paths_and_searches_stand_in_one_table_under_names_of_their_own():
 
 
 def test_an_adaptive_search_is_called_by_what_it_kept_where_its_seeds_agree():
-    scores, descent = (
-        told(KL_PER_BIT, search="adaptive", kept=kept) for kept in ("scores", "descent")
+    scores, fisher, descent = (
+        told(KL_PER_BIT, search="adaptive", kept=kept) for kept in get_args(Kept)
     )
     for rows, says in (
         ([scores, scores], "adaptive: kl_per_bit"),
+        ([fisher, fisher], "adaptive: fisher"),
         ([descent, descent], "adaptive: dMX"),
         ([scores, descent], "adaptive"),
     ):

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from dmx.searching.adaptive import FEWEST_BATCHES
+
 from ..differences import SIGNIFICANT, paired_difference, reference_of
 from ..groups import Group, group_rows
 from ..markdown import markdown
@@ -47,14 +49,15 @@ def searched(record: Record) -> list[Group]:
     ]
 
 
-def search_seconds(group: Group, groups: Sequence[Group]) -> float:
-    """Of a search; nan where nobody measured it. `adaptive` reads the scan that `kl_per_bit` made in the same run, whose
-    seconds are added."""
+def search_seconds(group: Group, groups: Sequence[Group], batches: int) -> float:
+    """Of a search; nan where nobody measured it. `adaptive` reads the scans that `kl_per_bit` and, where there are batches
+    enough, `fisher` made in the same run, whose seconds are added."""
     seconds = group.statistic("search_seconds").mean
     if group.method.search != "adaptive" or seconds is None:
         return math.nan if seconds is None else seconds
-    scans = [g for g in groups if g.method.search == "kl_per_bit" and g.budget == group.budget]
-    return seconds + sum(search_seconds(g, groups) for g in scans)
+    read = ("kl_per_bit", "fisher") if batches >= FEWEST_BATCHES else ("kl_per_bit",)
+    scans = [g for g in groups if g.method.search in read and g.budget == group.budget]
+    return seconds + sum(search_seconds(g, groups, batches) for g in scans)
 
 
 def worse_than_opponents(groups: Sequence[Group], group: Group) -> list[str]:
@@ -88,7 +91,8 @@ def tokens_page(records: Mapping[str, Record]) -> tuple[str, dict[str, Figure]]:
         for record in of:
             groups, tokens = searched(record), calibration_tokens(record)
             for group in groups:
-                perplexity, seconds = group.statistic("perplexity"), search_seconds(group, groups)
+                perplexity = group.statistic("perplexity")
+                seconds = search_seconds(group, groups, record.data["calibration"].batches or 0)
                 assert perplexity.mean is not None
                 point = (tokens, seconds, perplexity.mean, perplexity.spread or 0.0)
                 curves.setdefault(group.method.without("kept").base, []).append(point)
