@@ -28,12 +28,12 @@ USUAL = Method(quantized="W+A", family=USUAL_FAMILY, units="layer")
 """Of the fields that a table's title names, what goes without saying."""
 FINEST = ("family", "scale_rules", "transform", "weights", "stage")
 """Of these fields, tables that differ in nothing else stand beside each other."""
-_SHARED = ("experts", "weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
+_SHARED = ("weighting", "exclude", "fixed", "include_lm_head", "target", "score_batches")
 """Settings that heuristics have too; the others, but for the polish, belong to dMX alone."""
 DESCENT = "descent."
 """What names of a descent's settings are shown without: nothing else has such names."""
 _NEVER = (
-    "name", "seed", "family", "units", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
+    "name", "seed", "family", "units", "experts", "choices", "input_format", "transform", "rotation.file", "scale_rule", "allow_unsearched",
     "descent.path",
     "descent.cuda_graph", "descent.gradient_checkpointing", "descent.evaluate_every",
     "descent.checkpoint_every", "descent.keep_reference",
@@ -188,6 +188,8 @@ def pooled(records: Sequence[Record], presets: Presets) -> dict[Table, list[Grou
             method = row.method
             if method.is_searched:
                 method = replace(method, settings=variant(settings, base, method, presets))
+                if row.expert_tokens and settings.get("experts") == "each":
+                    method = replace(method, experts="each")
             told = with_stage(replace(row, method=method), record, usual_text)
             rows.setdefault(Table.of(*place, told.method), []).append(told)
     return {table: group_rows(_once(of)) for table, of in rows.items()}

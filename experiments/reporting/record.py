@@ -154,6 +154,11 @@ class Method(Stored):
         None, title=lambda units: "" if units in (None, "layer") else f"{units} units"
     )
     """What shares one choice: fused | layer; None where nothing was searched."""
+    experts: str | None = dimension(
+        None, title=lambda name: "" if name is None else f"{name} expert a unit"
+    )
+    """each: every expert of a mixture has choices of its own; None: those of a block share theirs, or there are none. Told
+    where many records are pooled."""
     choices: str = dimension(
         "joint",
         label=lambda name: f"{name} choices",

@@ -94,6 +94,7 @@ def test_a_title_names_what_the_rows_of_a_table_have_in_common():
         "quantized": "W+A",
         "family": "",
         "units": "",
+        "experts": "",
         "choices": "",
         "input_format": "",
         "scale_rules": "",

@@ -315,6 +315,27 @@ def test_fused_units_and_separate_choices_stand_apart():
     assert "| separate choices | dMX | ≤ 5, inputs | 0 |" in methods
 
 
+def test_experts_of_a_block_as_one_unit_stand_beside_each_as_its_own():
+    def searched(experts, nll, bits, **fields):
+        known = {"expert_tokens": {"h.0.experts": (5, 300), "h.1.experts": (0, 90)}, **fields}
+        of = [
+            row(method(s, units="fused"), nll + d, element_bits=bits, **known)
+            for s, d in (("fisher", 0), ("differentiable", 0.001))
+        ]
+        return compared(row(FULL, 3.0, None, seed=None), *of, settings={"experts": experts})
+
+    block, each = searched("block", 3.2, 4.5), searched("each", 3.1, 4.9)
+    page = quality_pages([block, each], PRESETS).texts["quality.md"]
+    part = page.split("## Experts: someone/model")[1].split("\n## ")[0]
+    assert "| one unit | fisher | ≤ 5 | 4 | 4.500 | 24.53 (1) | +22.1" in part
+    assert "| each a unit | fisher | ≤ 5 | 6 | 4.900 | 22.20 (1) | +10.5" in part
+    assert "| -9.52 ± 0.00 |" in part and "are 0.10 % apart at most" in part
+    assert "choices reach 4.500 bits where those for each expert reach 4.900" in part
+    assert "Experts without a token: 1." in part and "| h.0 | 5 | 152 | 300 | 1 |" in part
+    dense = searched("each", 3.1, 4.9, expert_tokens=None)
+    assert "Experts" not in quality_pages([dense], PRESETS).texts["quality.md"]
+
+
 def test_tasks_are_compared_item_by_item_with_the_best_heuristic_and_bf16():
     asked = {
         "bf16": answers(arc=[1, 1, 1, 1], piqa=[1, 0, 1, 1]),

@@ -89,6 +89,10 @@ RECORDS_OF = {text: unusual(row) for text, row in ROWS.items()} | {
     "0.5 M tokens of fineweb+c4": made(
         data=training(name="fineweb+c4", sha256="c4", tokens=500_000)
     ),
+    "each expert a unit": made(
+        *(replace(row, expert_tokens={"b": (7, 0)}) for row in (KL_PER_BIT, LEARNED)),
+        requested=searched(experts="each"),
+    ),
     "7.82 M tokens of text 123456": made(data=training(sha256="1234567890")),
 }
 

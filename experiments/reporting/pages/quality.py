@@ -36,6 +36,7 @@ from .cells import (
     runs_text,
     verdict,
 )
+from .experts import experts_tables
 from .glance import glance_table, settings_of
 from .headline import drawn, sentences
 from .quality_ablation import ablation_page
@@ -102,6 +103,8 @@ def quality_pages(records: Sequence[Record], presets: Presets) -> Pages:
         add(f"Against the best heuristic: {name}", difference_table(of))
     for of, name in by_text(test):
         add(f"Fused units against layer units: {name}", fused_table(of))
+    for of, name in by_text(test):
+        add(f"Experts: {name}", experts_tables(of, tables))
     if not test:
         lines += ["", "No records of a test text yet."]
     add("How it was measured", conditions(records, presets))
