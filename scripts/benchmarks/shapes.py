@@ -55,7 +55,7 @@ LLAMA_32B = Shape("Llama, 32 B", 5120, 27648, 64, 40, 8, 152064, False)
 TINY = Shape("tiny", 64, 128, 2, 4, 2, 288, True)
 GROWTH = Shape("growth", 1024, 2816, 8, 16, 4, 8192, True)
 
-NAMED = {"tiny": TINY, "1b": LLAMA_1B, "8b": LLAMA_8B, "32b": LLAMA_32B}
+NAMED = {"tiny": TINY, "smollm2": SMOLLM2, "1b": LLAMA_1B, "8b": LLAMA_8B, "32b": LLAMA_32B}
 """As command lines name them."""
 
 
