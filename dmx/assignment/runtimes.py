@@ -1,8 +1,7 @@
 """How runtimes run what they load, by card: what the table of a report says beside who loads it.
 
 A file's formats are not always what runs: vLLM decides by card whether it quantizes inputs, whatever the
-folder says. Read in its source (order of kernels by compute capability) but for FP8 on a CPU and layers of the
-MX formats, which ran; no card ran it yet.
+folder says. Read in its source (order of kernels by compute capability); `RAN` is what ran so.
 """
 
 from collections.abc import Iterable
@@ -19,6 +18,11 @@ NOT_LOADED = "-"
 
 SOURCE = "vLLM 0.32"
 """In whose source the table below was read."""
+RAN = (
+    "weights alone of compressed_tensors' and humming's formats, and FP8 with inputs, ran so on an H200 (vLLM 0.26), no "
+    "other row on a card"
+)
+"""Which of it was seen on a card; every number: docs/results/engines.md."""
 CARDS = ("Hopper", "Blackwell")
 _VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
 _AS_ASKED = "native with inputs=true, else weights alone"

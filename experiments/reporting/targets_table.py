@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, SOURCE, how_it_runs
+from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, RAN, SOURCE, how_it_runs
 from dmx.assignment.targets import TARGETS, obstacles
 from dmx.formats import BLOCK_FORMATS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
@@ -76,8 +76,8 @@ def _runs_table(mixtures: Collection[frozenset[str]]) -> Html | None:
         return None
     heads = [el("th", title, scope="col") for title in ("export target", "runs on", *formats)]
     note = (
-        f"What runs, which the folder does not decide alone: read in the source of {SOURCE}, not measured on a "
-        "card. All other loaders dequantize."
+        f"What runs, which the folder does not decide alone: read in the source of {SOURCE}; {RAN}. "
+        "All other loaders dequantize."
     )
     table = scroll_table(el("tr", heads), body, cls="targets")
     return el("div", table, el("p", note, cls="note"))
