@@ -321,7 +321,7 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     page = peers_page(records)
     assert "| auto-round AutoScheme | 4/8 | 5 | 4.000 |" in page
     assert "| auto-round SignRound (weights) | 4/8 | 5 | 4.000 |" in page
-    assert "| auto-round AutoScheme | mxfp4/mxfp8_e4m3 | 2 | 5.50000 |" in page
+    assert "| auto-round AutoScheme | mxfp4/mxfp8_e4m3 | 5 | 64 | float32 | 2 | 5.50000 |" in page
     assert "Against the best other tool" not in page  # nothing of ours is there
     ours = [
         dataclasses.replace(

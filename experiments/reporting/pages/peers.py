@@ -18,6 +18,9 @@ after a search of ours."""
 CHECKS = (
     "tool",
     "candidates",
+    "budget",
+    "tokens",
+    "dtype",
     "windows",
     "its own, nats/token",
     "ours under its rule",
@@ -72,7 +75,7 @@ def _against_others(sections: Sequence[Sequence[Record]]) -> list[str]:
         "",
         "Perplexity of ours minus that of the other tool that is best under the rule, %; formats alone against formats alone, "
         "finished weights against finished weights, whose seconds hold those of choosing their formats. Our searches "
-        "were told the rule floor.",
+        "were told the rule floor. Where auto-round's notes below say amp off, its seconds are those of float32.",
         "",
         *markdown([*head, *(f"{quantized}, {rules}" for quantized, rules in kinds)], lines),
     ]
@@ -218,7 +221,8 @@ def _checks(records: Sequence[Record]) -> list[str]:
         "## Whether we read them rightly",
         "",
         "Each tool measured its own quantized model, weights and inputs, on the first windows of the evaluation text; "
-        "beside it our evaluator with the formats that we read, under the scale rule that is the tool's.",
+        "beside it our evaluator with the formats that we read, under the scale rule that is the tool's, in the dtype of the row. "
+        "Where the notes below say amp off, auto-round computed in float32 whatever the dtype, so that the two differ by more.",
         "",
         *markdown(CHECKS, map(_check, checked)),
     ]
@@ -230,6 +234,9 @@ def _check(record: Record) -> list[Any]:
     return [
         record.actual["label"],
         "/".join(record.requested["family"]),
+        f"{record.requested['limit']:g}",
+        f"{record.requested['tokens']:,}",
+        record.model.dtype,
         len(own["theirs"]),
         f"{sum(own['theirs']) / len(own['theirs']):.5f}",
         f"{sum(own['ours']) / len(own['ours']):.5f} ({own['rule']})",

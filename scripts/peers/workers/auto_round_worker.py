@@ -59,10 +59,16 @@ def _common(cell: Cell) -> dict[str, Any]:
         "seqlen": window,
         "batch_size": 1,
         "device_map": cell.request.device,
-        "amp": False,
+        # Without it auto-round casts the model to float32, whatever it was given.
+        "amp": cell.request.dtype != "float32",
         "enable_torch_compile": False,
         "seed": cell.request.seed,
     }
+
+
+def _said(cell: Cell) -> str:
+    amp = "on" if _common(cell)["amp"] else "off"
+    return f"data loader of the given tokens in place of its own data set; amp {amp}"
 
 
 def _kept(cell: Cell, model: nn.Module) -> dict[str, dict[str, int]]:
@@ -99,9 +105,7 @@ def auto_scheme(cell: Cell) -> None:
     config = {k: dict(v) for k, v in tool.layer_config.items()}
     elements = {name: model.get_submodule(name).weight.numel() for name in cell.layers}
     own = cell.own_nll(lambda: tool.quantize()[0])
-    cell.notes.append(
-        "data loader of the given tokens in place of its own data set; amp off; no torch.compile"
-    )
+    cell.notes.append(f"{_said(cell)}; no torch.compile")
     cell.answer(
         formats_of(config, cell.layers),
         ("auto-round",),
@@ -140,7 +144,7 @@ def sign_round(cell: Cell) -> None:
     peak = cell.peak()
     weights = {name: quantized.get_submodule(name).weight for name in cell.layers}
     cell.save_weights(weights)
-    cell.notes.append("data loader of the given tokens in place of its own data set; amp off")
+    cell.notes.append(_said(cell))
     cell.answer(asked.given, ("auto-round",), peak=peak, own_nll=cell.own_nll(quantized))
 
 
