@@ -28,9 +28,10 @@ Scale rules of fp8, whose scale follows from amax alone:
 
 Errors are summed in the order that `dmx.numerics.scaling` says, in units of 2**floor(log2 amax(block)).
 
-Peers. compressed-tensors 0.20 has these scales bit for bit for float32 tensors; for bf16 ones it rounds
+Peers. compressed-tensors 0.20 has these scales bit for bit for float32 tensors under the same G, which it takes as 2688
+times the rounded reciprocal of amax: the last bit is another for 28 % of amaxes, here the quotient's. For bf16 tensors it rounds
 amax(block) / 6 to bf16 before it multiplies by G, which is not followed. A scale that rounds to 0 is 0.125 there, 2**-9
-here. Its fp8 scale has the dtype of the tensor, and transformers holds it in bf16 whatever the file says: amax/448
+here; one of a row below 2**-126 is subnormal there, 2**-126 here. Its fp8 scale has the dtype of the tensor, and transformers holds it in bf16 whatever the file says: amax/448
 follows that for all dtypes, so that loaded weights are the same. vLLM's is amax/448_float32. ModelOpt keeps 1/G and multiplies by it, which
 differs in the last bit of float32.
 
