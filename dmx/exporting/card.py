@@ -1,5 +1,6 @@
 """The README.md of an exported folder: what it holds, how to load it, what was and was not checked."""
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -167,7 +168,7 @@ def _how_to_load(plan: Plan) -> list[str]:
         return ["```sh", "vllm serve <this folder>", "```"]
     return [
         "```python",
-        f"# pip install transformers {' '.join(plan.layout.packages)}",
+        f"# pip install transformers {' '.join(map(shlex.quote, plan.layout.requirements(plan.layers)))}",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'model = AutoModelForCausalLM.from_pretrained("<this folder>", dtype="bfloat16")',

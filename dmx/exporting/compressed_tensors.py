@@ -235,6 +235,7 @@ def _input_rule(layers: Layers) -> str:
 LAYOUT = Layout(
     name="compressed_tensors",
     packages=("compressed-tensors",),
+    since={MXFP6_E2M3: {"compressed-tensors": "0.20.0"}},
     specs=_specs,
     encode=_encode,
     decode=decoded_by(_decode),

@@ -5,8 +5,10 @@ in this package works on any of them, layer by layer.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -103,6 +105,13 @@ class Layout:
     """What the fresh process loads with: transformers, or, inputs left alone, one of `_fresh_load.READERS`."""
     metadata: Callable[[Layers, Sequence[str]], dict[str, str]] = lambda *_: {}
     """Beside the tensors, in the header of every file; the names are those of the plain tensors."""
+    since: Mapping[BlockFormat, Mapping[str, str]] = field(default_factory=dict)
+    """format -> package -> its first version that reads it, where one that is still around does not"""
+
+    def requirements(self, layers: Layers) -> list[str]:
+        """Of pip, to load files with these formats: `compressed-tensors>=0.20.0`."""
+        oldest = _oldest(self, layers)
+        return [p + (f">={oldest[p][0]}" if p in oldest else "") for p in self.packages]
 
 
 def decoded_by(
@@ -149,8 +158,9 @@ def describe_rules(layers: Layers, operand: Operand) -> str:
     return ", ".join(f"`{rule}` for {block_format}" for block_format, rule in rules.items())
 
 
-def check_packages(packages: Iterable[str]) -> None:
-    """Raise RunError unless the loader's packages are installed."""
+def check_packages(layout: Layout, layers: Layers) -> None:
+    """Raise RunError unless the loader's packages are installed, in versions that read these formats."""
+    packages = layout.packages
     missing = [p for p in packages if importlib.util.find_spec(MODULES[p]) is None]
     if missing:
         raise RunError(
@@ -158,3 +168,26 @@ def check_packages(packages: Iterable[str]) -> None:
             f"{', '.join(missing)} is not installed. Run: pip install {' '.join(missing)} (or "
             "pip install -e '.[export]'), or set verify=false."
         )
+    for package, (needed, block_format) in _oldest(layout, layers).items():
+        found = metadata.version(package)
+        if _numbers(found) < _numbers(needed):
+            raise RunError(
+                f"verify=true loads the files with {package}, and {found} is installed, which does not read "
+                f"{block_format}: that needs {needed} or newer. Run: pip install '{package}>={needed}', choose formats "
+                f"without {block_format} (search.family), or set verify=false."
+            )
+
+
+def _oldest(layout: Layout, layers: Layers) -> dict[str, tuple[str, BlockFormat]]:
+    """package -> the version that these formats need, and one that needs it."""
+    needed: dict[str, tuple[str, BlockFormat]] = {}
+    for block_format in dict.fromkeys(layer.weight for layer in layers.values()):
+        for package, version in layout.since.get(block_format, {}).items():
+            if package not in needed or _numbers(needed[package][0]) < _numbers(version):
+                needed[package] = version, block_format
+    return needed
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """0.20.0a2 -> (0, 20, 0): what is before a release counts as it."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))

@@ -132,7 +132,7 @@ def make_plan(
     Raises:
         FormatError: the target cannot hold the assignment; says which layers, and which target can.
         AssignmentError: a file that it needs is missing or damaged. RunError: verify=true needs a
-            package that is not installed.
+            package that is not installed, or in a version too old for a format.
     """
     check_choice(target, EXPORT_TARGETS, "target")
     given, stacked = assignment, {}
@@ -152,7 +152,7 @@ def make_plan(
         if not inputs:
             _warn_of_inputs(assignment)
         if verify:
-            check_packages(layout.packages)
+            check_packages(layout, layers)
     elif inputs:
         raise FormatError(
             f"inputs=true: target={target} writes names alone, and its tool decides on inputs. "

@@ -165,6 +165,27 @@ def test_a_missing_loader_is_said_before_anything_is_written(case, tmp_path, mon
     assert not list(tmp_path.iterdir())
 
 
+def test_a_loader_too_old_for_a_format_is_said_before_anything_is_written(
+    case, tmp_path, monkeypatch
+):
+    model, export = case
+    monkeypatch.setattr("dmx.exporting.layouts.importlib.util.find_spec", lambda _: True)
+    monkeypatch.setattr("dmx.exporting.layouts.metadata.version", lambda _: "0.17.0")
+    six = mixed(model, (MXFP4, MXFP6_E2M3))
+    options = {"target": "compressed_tensors", "verify": True}
+    with pytest.raises(
+        RunError,
+        match=r"compressed-tensors, and 0\.17\.0 .*read mxfp6_e2m3: .*>=0\.20\.0.*verify=false",
+    ):
+        export(six, **options)
+    assert not list(tmp_path.iterdir())
+    make_plan(mixed(model, VLLM), **options)  # which it does read
+    plan = make_plan(six, target="compressed_tensors", verify=False)
+    assert plan.layout.requirements(plan.layers) == ["compressed-tensors>=0.20.0"]
+    monkeypatch.setattr("dmx.exporting.layouts.metadata.version", lambda _: "0.20.1.dev3+cpu")
+    make_plan(six, **options)
+
+
 def test_a_rule_that_quark_does_not_scale_inputs_by(case):
     model, export = case
     rules = {"input": {"mxfp8_e4m3": "rceil"}}
