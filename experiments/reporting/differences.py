@@ -84,38 +84,40 @@ def is_alike(method: Method, reference: Method) -> bool:
     return method.kind == reference.kind
 
 
-def reference_of(group: Group, groups: Sequence[Group], search: str | None = None) -> Group | str:
-    """The group of `search` that `group` is compared with, or the reason why there is none.
-
-    Same kind and budget, and not polished; a group without a budget takes the only one there is.
-
-    Args:
-        search: None: `kl`, the paper's, where it was run, else the heuristic of the lowest loss.
-    """
-    names = HEURISTICS if search is None else (search,)
-    alike = [
+def alike_in(group: Group, groups: Sequence[Group], names: Sequence[str]) -> list[Group]:
+    """Groups of these searches of the same kind and budget, and not polished; of any budget for a group without one."""
+    return [
         g
         for g in groups
         if g.method.search in names
         and not g.method.polish
         and is_alike(group.method, g.method)
         and group.budget in (None, g.budget)
-        and g.statistic("nll").mean is not None
+        and g.statistic("perplexity").mean is not None
     ]
-    if search is None and (first := [g for g in alike if g.method.search == HEURISTICS[0]]):
-        alike = first
+
+
+def reference_of(group: Group, groups: Sequence[Group], search: str | None = None) -> Group | str:
+    """The group of `search` that `group` is compared with, or the reason why there is none.
+
+    Same kind and budget, and not polished; a group without a budget takes those of the only one there is.
+
+    Args:
+        search: None: the heuristic of the lowest mean perplexity, of those that were run.
+    """
+    alike = alike_in(group, groups, HEURISTICS if search is None else (search,))
     if not alike:
         return f"no {search or 'heuristic'} result at the same budget"
-    if group.budget is None and len(alike) > 1:
-        return f"several {alike[0].method.search} results, none of them at this row's budget"
-    return min(alike, key=lambda g: g.statistic("nll").mean or 0.0)
+    if len({g.place for g in alike}) > 1:
+        return f"several {search or 'heuristic'} results, none of them at this row's budget"
+    return min(alike, key=lambda g: g.statistic("perplexity").mean or 0.0)
 
 
 def reference_name(groups: Sequence[Group]) -> str:
-    """Of the search that `reference_of` finds for these groups; `reference` where they differ."""
+    """Of the search that `reference_of` finds for these groups; `heuristic` where they differ or there is none."""
     references = [reference_of(group, groups) for group in groups]
     names = {str(g.method.search) for g in references if isinstance(g, Group)}
-    return names.pop() if len(names) == 1 else "reference" if names else HEURISTICS[0]
+    return names.pop() if len(names) == 1 else "heuristic"
 
 
 def difference_to(group: Group, groups: Sequence[Group], search: str | None = None) -> Difference:

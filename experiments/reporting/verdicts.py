@@ -1,13 +1,16 @@
-"""What a run claims: each dMX result against the heuristic at its budget, in a sentence."""
+"""What a run claims: each dMX result against the best heuristic at its budget, in a sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .differences import Difference, paired_difference, reference_of
+from .differences import Difference, alike_in, paired_difference, reference_of
 from .groups import Group, group_rows
 from .record import HEURISTICS, Record, Row, Verdict, budget_text
 from .texts import nats_text, spread_text, with_minus
+
+STRONG = ("kl_per_bit", "fisher")
+"""The heuristics that come out best nearly everywhere; a claim without them says little."""
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
@@ -22,7 +25,9 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
         difference = paired_difference(group, reference)
         made.append(
             Verdict(
-                text=_sentence(group, reference, difference),
+                text=_sentence(
+                    group, reference, difference, len(alike_in(group, groups, HEURISTICS))
+                ),
                 difference_nats=difference.mean,
                 stderr_nats=difference.stderr,
                 beats=bool(difference.is_clear and (difference.mean or 0.0) < 0),
@@ -34,9 +39,9 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
 
 
 def verdict_texts(record: Record) -> list[str]:
-    """What a record claims: its own verdict, or where it has several dMX results one for each."""
-    every = verdicts(record.rows)
-    return [record.verdict.text] if record.verdict and len(every) < 2 else [v.text for v in every]
+    """What a record's rows say, one for each dMX result; its stored verdict where they say nothing."""
+    every = verdicts(record.rows) or filter(None, [record.verdict])
+    return [verdict.text for verdict in every]
 
 
 def worse_than_uniform(rows: Iterable[Row]) -> list[str]:
@@ -72,24 +77,24 @@ def _beaten(row: Row, rows: Sequence[Row]) -> str | None:
 
 
 def strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
-    """dMX against the best of the searches other than the paper's at its budget; None where the
-    verdict is of that one already."""
+    """What the verdict on a dMX result leaves out: another search that is stronger than any heuristic, or that
+    the strong heuristics were not run; None where it leaves out nothing."""
     others = [
         g
         for g in groups
         if g.place == group.place
         and g.method.is_searched
         and not g.method.is_dmx
-        and g.method.search != HEURISTICS[0]
-        and g.statistic("nll").mean is not None
+        and g.statistic("perplexity").mean is not None
     ]
-    if not others:
-        return (
-            "kl is a weak opponent; kl_per_bit and fisher, which are stronger, were not run here."
-        )
-    best = min(others, key=lambda g: g.statistic("nll").mean or 0.0)
-    if best is reference_of(group, groups):
+    best = min(others, key=lambda g: g.statistic("perplexity").mean or 0.0, default=None)
+    if best is None:
         return None
+    if best.method.is_heuristic:  # then it is the verdict's
+        is_strong = any(g.method.search in STRONG for g in others)
+        return (
+            None if is_strong else f"{' and '.join(STRONG)}, which are stronger, were not run here."
+        )
     difference = paired_difference(group, best)
     amount = with_minus(nats_text(difference.mean, difference.stderr))
     return f"Against {best.name}{budget_suffix(group)}, the strongest other search: {amount} nats/token."
@@ -100,23 +105,26 @@ def budget_suffix(group: Group) -> str:
     return f", ≤ {group.budget}" if group.budget else ""
 
 
-def _sentence(group: Group, reference: Group, difference: Difference) -> str:
+def _sentence(group: Group, reference: Group, difference: Difference, heuristics: int) -> str:
     where = f" at {budget_text(group.budget)}" if group.budget else ""
+    opponent = reference.name
+    if heuristics > 1:
+        opponent += f", best of {heuristics} heuristics that were run,"
     ours, theirs = group.statistic("perplexity"), reference.statistic("perplexity")
     against = f"perplexity {spread_text(ours)} against {spread_text(theirs)}"
     if difference.mean is None or difference.stderr is None:
-        claim = f"{group.name} and {reference.name}{where} cannot be compared"
+        claim = f"{group.name} and {opponent}{where} cannot be compared"
         return f"{claim}: {difference.reason}; {against}."
     side = "lower" if difference.mean < 0 else "higher"
     amount = f"{abs(difference.mean):.4f} ± {difference.stderr:.4f} nats/token {side}"
     if difference.mean == 0:
         amount = "equal"
     if not difference.is_clear:
-        claim = f"tie: {group.name} and {reference.name} cannot be told apart{where}"
+        claim = f"tie: {group.name} and {opponent} cannot be told apart{where}"
     elif difference.mean < 0:
-        claim = f"{group.name} beats {reference.name}{where}"
+        claim = f"{group.name} beats {opponent}{where}"
     else:
-        claim = f"{group.name} does not beat {reference.name}{where}"
+        claim = f"{group.name} does not beat {opponent}{where}"
     seeds = min(len(group.seeds), len(reference.seeds))
     sample = f"{difference.windows} windows, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
     return f"{claim}: loss {amount} (paired over {sample}), {against}."

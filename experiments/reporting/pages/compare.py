@@ -31,26 +31,25 @@ def compare_page(title: str, record: Record, picture: str | None) -> str:
 
 
 def _said(record: Record) -> str:
-    """dMX against the paper's heuristic and against the best of the others, and its perplexities."""
+    """dMX against the best heuristic and against the paper's, and its perplexities."""
     groups = group_rows(record.rows)
     ours = sorted(
         (g for g in groups if g.method.is_dmx and g.budget and g.statistic("nll").mean is not None),
         key=lambda g: g.budget or Limit(0, ""),
     )
     sentences = []
-    for what, names in (
-        ("kl, the paper's heuristic", HEURISTICS[:1]),
-        ("the best other heuristic", HEURISTICS[1:]),
+    for what, search in (
+        ("the best heuristic that was run", None),
+        ("kl, the paper's heuristic", HEURISTICS[0]),
     ):
         said = []
         for group in ours:
-            others = [r for n in names if isinstance(r := reference_of(group, groups, n), Group)]
-            best = min(others, key=lambda g: g.statistic("nll").mean or 0.0, default=None)
+            other = reference_of(group, groups, search)
             if (
-                best is not None
-                and (difference := paired_difference(group, best)).stderr is not None
+                isinstance(other, Group)
+                and (difference := paired_difference(group, other)).stderr is not None
             ):
-                name = f" ({best.method.search})" if len(names) > 1 else ""
+                name = f" ({other.method.search})" if search is None else ""
                 said.append(
                     f"{nats_text(difference.mean, difference.stderr)} at {group.budget}{name}"
                 )
