@@ -567,7 +567,8 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
         "prompts": 2,
         "new": 4,
         "prefill_tokens_per_second": 1234.4,
-        "decode_tokens_per_second": 56.7,
+        "decode_tokens_per_second": 5670.0,
+        "decode_seconds": [6 / 5600, 6 / 5670, 6 / 5800],  # of two times three tokens
     }
     row = served(
         device="NVIDIA H200",
@@ -577,7 +578,18 @@ def test_the_page_says_what_ran_and_whose_the_products_are():
     )
     card = run | {"device": "cuda", "rows": [row]}
     page = engines.engines_page({"engines_h200": card})
-    assert "| ct4_wa | 1234 | 56.7 | 2.0 | 3 |" in page and "inner products are ours" not in page
+    assert "| ct4_wa | 1,234 |  | 5,670 |  | 5,600 to 5,800 |\n" in page
+    assert "| ct4_wa | 2.0 |  | 3 |  |\n" in page and "inner products are ours" not in page
+    full = row | {"folder": "whole", "target": "bf16", "weight_bytes": 8_000_000}
+    full |= {"peak_bytes": {"process": 1, "card": 12_000_000}}
+    full |= {
+        "speed": speed | {"prefill_tokens_per_second": 2468.8, "decode_tokens_per_second": 4536}
+    }
+    rows = [row, full, row | {"folder": "untimed", "speed": None}]
+    page = engines.engines_page({"engines_h200": card | {"rows": rows}})
+    assert "| ct4_wa | 1,234 | 0.50 | 5,670 | 1.25 | 5,600 to 5,800 |\n" in page
+    assert "| untimed | not timed |  | not timed |  |  |\n" in page
+    assert "| whole | 8.0 | 1.00 | 12 | 1.00 |\n| untimed | 2.0 | 0.25 | 3 | 0.25 |\n" in page
     page = engines.engines_page({"engines_cpu": run, "engines_h200": card})
     assert "tolerance of a layer 1e-05.\n" in page and "beyond the tolerance" not in page
     assert page.startswith("# engines\n\nOn cards, of 1 folders: 4 of 4 linear layers give dmx's ")
@@ -625,7 +637,7 @@ def test_one_table_has_the_model_by_runtime():
         "the runtime and in dmx differ by at most 1.1 % in transformers, 1.1 % in vLLM where inputs are quantized (a "
         "rounding that turns goes on through the layers). Folders that do not load here, below the table: 1.\n"
     )
-    cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 4 of 4, 3 |"
+    cells = "| ct4_wa | compressed_tensors, profile vllm | mxfp4, fp8; inputs rotated | {} | {} | {} | mxfp4 even | 9.0000 | 9.1000 | 1.1 % | 4 of 4, 3 |"
     assert [line for line in table.splitlines() if "9.0000" in line] == [
         cells.format("transformers", "emulated", "emulated"),
         *(
@@ -638,6 +650,24 @@ def test_one_table_has_the_model_by_runtime():
         ),
     ]
     assert "of mxfp6_e2m3; inputs rotated in vLLM: does not load here. `E: 1 no kernel`" in table
+
+
+def test_the_table_keeps_texts_of_one_name_apart_by_their_tokens():
+    run = {"note": "a model; b", "device": "cuda", "processor": "x86_64", "runtime": "vLLM"}
+    run |= {"tokens": 512, "window": 256, "text": "a.txt", "tokens_sha256": "1"}
+    stated = {"target": "bf16", "profile": None, "formats": [], "transform": "none"}
+    row = served(**stated, device="NVIDIA H200")
+    other = run | {"note": "a model; c", "tokens_sha256": "2"}
+    other |= {"rows": [row | {"perplexity": 8.0, "perplexity_dmx": 8.0}]}
+    alone = engines.engines_page({"engines_a": run | {"rows": [row]}})
+    assert "text 2" not in alone and "different texts" not in alone
+    page = engines.engines_page({"engines_a": run | {"rows": [row]}, "engines_b": other})
+    assert "On one NVIDIA H200, in 1 folders, 4 of 4" in page and "at most 1.1 % in vLLM" in page
+    assert "On one NVIDIA H200, text 2, in 1 folders, 4 of 4" in page
+    assert "tokens of a.txt (b), vllm" in page and "tokens of a.txt (c), vllm" in page
+    assert "Perplexities of different texts are not to be held against each other." in page
+    assert "| vLLM, NVIDIA H200 |  |  | mxfp4 even | 9.0000 | 9.1000 | 1.1 % |" in page
+    assert "| vLLM, NVIDIA H200, text 2 |  |  | mxfp4 even | 8.0000 | 8.0000 | 0 % |" in page
 
 
 def test_the_table_says_apart_how_far_perplexities_are_with_inputs_left_alone():

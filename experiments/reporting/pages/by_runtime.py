@@ -14,6 +14,8 @@ from ..markdown import markdown
 
 Run = Mapping[str, Any]
 """A record: one runtime on one machine, a row a folder."""
+Place = tuple[str, str]
+"""A device, and "" or which of the texts that were scored there, from the second on."""
 HEAD = (
     "folder",
     "layout",
@@ -23,6 +25,7 @@ HEAD = (
     "inputs, here",
     "perplexity in the runtime",
     "in dmx",
+    "apart",
     "layers alike, to the bit",
 )
 CPU = "cpu"
@@ -44,12 +47,19 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
     """
     if not runs:
         return []
+    texts = _texts(runs)
     rows = [(run, row) for run in runs for row in run["rows"]]
-    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], *_engine(*pair)))
+    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], *_engine(*pair, texts)))
     loaded = [(run, row) for run, row in rows if "failed" not in row]
     failed = [(run, row) for run, row in rows if "failed" in row]
-    places = sorted({row["device"] for _, row in loaded}, key=lambda place: (place == CPU, place))
-    of_places = {place: [pair for pair in loaded if pair[1]["device"] == place] for place in places}
+    of_places: dict[Place, list[tuple[Run, Run]]] = {}
+    for run, row in loaded:
+        of_places.setdefault((row["device"], _text(run, texts)), []).append((run, row))
+    of_places = {place: of_places[place] for place in sorted(of_places, key=_place_order)}
+    several = any(text for _, text in of_places)
+    apart = (
+        " Perplexities of different texts are not to be held against each other." if several else ""
+    )
     broken = f" Folders that do not load here, below the table: {len(failed)}." if failed else ""
     return [
         "## One model by runtime",
@@ -57,47 +67,73 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
         " ".join(_finding(place, pairs) for place, pairs in of_places.items()) + broken,
         "",
         f"{_model_named(runs[0])}, to see that runtimes and dmx agree, not how good a format is; formats take turns. "
-        f"{' '.join(_measured(place, pairs) for place, pairs in of_places.items())} What the columns say of Hopper and Blackwell "
+        f"{' '.join(_measured(place, pairs) for place, pairs in of_places.items())}{apart} What the columns say of Hopper and Blackwell "
         f"was read in the source of {SOURCE}. dmx treats inputs as the runtime does here. Layers alike: those whose output is "
         "within the tolerance (below) of dmx's on the same input, which is that of sums in another order and of rounding to the "
         "dtype (transformers decompresses to bfloat16, which rounds FP8's and NVFP4's products with a scale), and those "
         "equal to the bit.",
         "",
-        *markdown(HEAD, (_cells(run, row) for run, row in loaded)),
+        *markdown(HEAD, (_cells(run, row, texts) for run, row in loaded)),
         "",
         *(f"- {_layout(row)} of {_formats(row)} in {run['runtime']}: does not load here. `{_why(row)}`" for run, row in failed),
     ]  # fmt: skip
 
 
-def _measured(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
-    """Where, on which tokens and with which versions, of records of a device and their rows that load."""
+def _texts(runs: Sequence[Run]) -> dict[tuple[Any, Any], str]:
+    """Kind of device and tokens -> "" for the first tokens there, of the others which they are."""
+    found: dict[tuple[Any, Any], str] = {}
+    for run in runs:
+        known = [key for key in found if key[0] == run["device"]]
+        found.setdefault(_tokens(run), f"text {len(known) + 1}" if known else "")
+    return found
+
+
+def _tokens(run: Run) -> tuple[Any, Any]:
+    """A text's name says little: one file joins the same lines otherwise than the next."""
+    return run["device"], run.get("tokens_sha256")
+
+
+def _text(run: Run, texts: Mapping[tuple[Any, Any], str]) -> str:
+    return texts[_tokens(run)]
+
+
+def _place_order(place: Place) -> tuple[bool, str, str]:
+    """Cards first."""
+    return place[0] == CPU, *place
+
+
+def _measured(place: Place, loaded: Sequence[tuple[Run, Run]]) -> str:
+    """Where, on which tokens and with which versions, of records of a place and their rows that load."""
     run, row = loaded[0]
     versions = {k: v for _, row in loaded for k, v in row["versions"].items()}
-    stand_ins = "; products stand in for those of cards (below)" if place == CPU else ""
+    stand_ins = "; products stand in for those of cards (below)" if place[0] == CPU else ""
+    noted = str(run["note"]).partition(";")[2]
+    of_text = f" ({noted.strip()})" if noted and place[0] != CPU else ""
     return (
         f"{_on_place(place)}: {row['dtype']}, {run['tokens'] // run['window']} windows of {run['window']} tokens of "
-        f"{run['text']}, {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}{stand_ins}."
+        f"{run['text']}{of_text}, {', '.join(f'{k} {v}' for k, v in sorted(versions.items()))}{stand_ins}."
     )
 
 
-def _on_place(place: str) -> str:
-    return "On a CPU" if place == CPU else f"On one {place}"
+def _on_place(place: Place) -> str:
+    device, text = place
+    return ("On a CPU" if device == CPU else f"On one {device}") + (f", {text}" if text else "")
 
 
-def _engine(run: Run, row: Run) -> tuple[str, str]:
-    """Runtime, and the card it ran on or nothing."""
+def _engine(run: Run, row: Run, texts: Mapping[tuple[Any, Any], str]) -> tuple[str, str, str]:
+    """Runtime, the card it ran on or nothing, and which text where there are several."""
     device = row.get("device", CPU)
-    return run["runtime"], "" if device == CPU else device
+    return run["runtime"], "" if device == CPU else device, _text(run, texts)
 
 
-def _finding(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
-    """How far runtimes and dmx agree, of records of a device and their rows that load."""
+def _finding(place: Place, loaded: Sequence[tuple[Run, Run]]) -> str:
+    """How far runtimes and dmx agree, of records of a place and their rows that load."""
     within, layers, equal = _alike(group for _, row in loaded for group in row["groups"])
     alone: dict[str, float] = {}
     quantized: dict[str, float] = {}
     for run, row in loaded:
         kind = alone if all(g["inputs"] == LEFT_ALONE for g in row["groups"]) else quantized
-        apart = 100 * abs(row["perplexity"] / row["perplexity_dmx"] - 1)
+        apart = _apart(row)
         kind[run["runtime"]] = max(apart, kind.get(run["runtime"], 0.0))
     said = [f"{_at_most(alone)} where inputs are left alone"] if alone else []
     if quantized:
@@ -110,6 +146,11 @@ def _finding(place: str, loaded: Sequence[tuple[Run, Run]]) -> str:
     )
 
 
+def _apart(row: Run) -> float:
+    """Percent between perplexities."""
+    return 100 * abs(float(row["perplexity"]) / float(row["perplexity_dmx"]) - 1)
+
+
 def _at_most(percents: Mapping[str, float]) -> str:
     """Of runtimes, two digits, rounded up."""
     said = []
@@ -120,7 +161,8 @@ def _at_most(percents: Mapping[str, float]) -> str:
 
 
 def of_one_model(runs: Iterable[Run]) -> list[Run]:
-    """The records of real text that share the model with the first of them, and tokens with the first of their device."""
+    """The records of real text that share the model with the first of them, and text, number of tokens and window
+    with the first of their device."""
     real = [run for run in runs if run["text"] is not None]
     alike = [run for run in real if _model_named(run) == _model_named(real[0])]
     tokens: dict[str, list[Any]] = {}
@@ -137,17 +179,18 @@ def _model_named(run: Run) -> str:
     return str(run["note"]).partition(";")[0]
 
 
-def _cells(run: Run, row: Run) -> list[Any]:
+def _cells(run: Run, row: Run, texts: Mapping[tuple[Any, Any], str]) -> list[Any]:
     groups = row["groups"]
     return [
         row["folder"],
         _layout(row),
         _formats(row),
-        ", ".join(filter(None, _engine(run, row))),
+        ", ".join(filter(None, _engine(run, row, texts))),
         *(_on(row, run["runtime"], card) for card in CARDS),
         _by_format(groups, "inputs"),
         f"{row['perplexity']:.4f}",
         f"{row['perplexity_dmx']:.4f}",
+        f"{_apart(row):.2g} %",
         "{} of {}, {}".format(*_alike(groups)),
     ]
 

@@ -31,7 +31,17 @@ MODELS = (
     "perplexity in the engine",
     "perplexity in dmx",
 )
-SPEEDS = ("folder", "prefill", "decode", "weights, MB", "peak, MB")
+SPEEDS = (
+    "folder",
+    "prefill",
+    "of bf16's",
+    "decode",
+    "of bf16's",
+    "decode, least and most of three",
+)
+MEMORY = ("folder", "weights, MB", "of bf16's", "peak, MB", "of bf16's")
+BASELINE = "bf16"
+"""What records say of the target of a model in full precision."""
 
 
 def engines_page(runs: Mapping[str, Run]) -> str:
@@ -94,8 +104,14 @@ def _section(run: Run) -> list[str]:
         "",
         *markdown(MODELS, map(_model, good)),
     ]
-    if timed := [row for row in good if row["speed"]]:
-        lines += ["", *_speeds(timed), "", *markdown(SPEEDS, map(_speed, timed))]
+    timed = [row for row in good if row["speed"]]
+    baseline = next((row for row in good if row.get("target") == BASELINE), None)
+    if timed:
+        cells = (_speed(row, baseline) for row in good)
+        lines += ["", *_speeds(timed), "", *markdown(SPEEDS, cells)]
+    if timed or (run["device"] != CPU and any(row["weight_bytes"] for row in good)):
+        cells = (_memory(row, baseline) for row in good)
+        lines += ["", _memory_said(bool(timed)), "", *markdown(MEMORY, cells)]
     if bad:
         lines += ["", *(f"- {row['folder']} does not load: {row['failed']}" for row in bad)]
     return lines
@@ -160,7 +176,7 @@ def _speeds(rows: Sequence[Run]) -> list[str]:
     speed = rows[0]["speed"]
     lines = [
         f"Tokens per second: {speed['prompts']} prompts of {speed['prompt']} tokens at once, and {speed['new']} tokens "
-        "after each; median of three."
+        "after each; median of three. Decoding's seconds are those of both less those of the prompts."
     ]
     if rows[0]["device"] == CPU:
         lines[0] += (
@@ -170,13 +186,50 @@ def _speeds(rows: Sequence[Run]) -> list[str]:
     return lines
 
 
-def _speed(row: Run) -> list[Any]:
-    speed, weights = row["speed"], row["weight_bytes"]
-    peak = row["peak_bytes"].get("card", row["peak_bytes"]["process"])
+def _speed(row: Run, baseline: Run | None) -> list[Any]:
+    """Of a folder, timed or not, and of the one in full precision, of the same record."""
+    speed = row["speed"]
+    if not speed:
+        return [row["folder"], "not timed", "", "not timed", "", ""]
+    beside = (baseline or {}).get("speed") or {}
+    prefill, decode = (f"{stage}_tokens_per_second" for stage in ("prefill", "decode"))
+    made = speed["prompts"] * (speed["new"] - 1)  # the first of each comes with its prompt
+    each = sorted(made / seconds for seconds in speed["decode_seconds"])
     return [
         row["folder"],
-        f"{speed['prefill_tokens_per_second']:.0f}",
-        f"{speed['decode_tokens_per_second']:.1f}",
-        "" if weights is None else f"{weights / 1e6:.1f}",
-        f"{peak / 1e6:.0f}",
+        f"{speed[prefill]:,.0f}",
+        _share(speed[prefill], beside.get(prefill)),
+        f"{speed[decode]:,.0f}",
+        _share(speed[decode], beside.get(decode)),
+        f"{each[0]:,.0f} to {each[-1]:,.0f}",
     ]
+
+
+def _memory_said(timed: bool) -> str:
+    apart = " Speeds on a card are of another process." if timed else ""
+    return (
+        "Bytes of the process whose layers were read: of the weights, and the most at once, including the cache of "
+        f"keys and values, whose size the engine's options set.{apart}"
+    )
+
+
+def _memory(row: Run, baseline: Run | None) -> list[Any]:
+    weights, peak = row["weight_bytes"], _peak(row)
+    of_weights = None if baseline is None else baseline["weight_bytes"]
+    return [
+        row["folder"],
+        "" if weights is None else f"{weights / 1e6:,.1f}",
+        "" if weights is None else _share(weights, of_weights),
+        f"{peak / 1e6:,.0f}",
+        _share(peak, None if baseline is None else _peak(baseline)),
+    ]
+
+
+def _peak(row: Run) -> int:
+    found: int = row["peak_bytes"].get("card", row["peak_bytes"]["process"])
+    return found
+
+
+def _share(value: float, whole: float | None) -> str:
+    """Empty where there is nothing beside it."""
+    return f"{value / whole:.2f}" if whole else ""
