@@ -1,10 +1,10 @@
-"""How runtimes run what they load, by card: what the table of a report says beside who loads it.
+"""How runtimes run what they load, by card: what reports, and cards and warnings of exports say beside who loads it.
 
 A file's formats are not always what runs: vLLM decides by card whether it quantizes inputs, whatever the
 folder says. Read in its source (order of kernels by compute capability); `RAN` is what ran so.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from dmx.assignment.targets import TARGETS
 
@@ -18,10 +18,7 @@ NOT_LOADED = "-"
 
 SOURCE = "vLLM 0.32"
 """In whose source the table below was read."""
-RAN = (
-    "weights alone of compressed_tensors' and humming's formats, and FP8 with inputs, ran so on an H200 (vLLM 0.26), no "
-    "other row on a card"
-)
+RAN = "compressed_tensors and humming ran so on an H200 with vLLM 0.26, nothing else on a card"
 """Which of it was seen on a card; every number: docs/results/engines.md."""
 CARDS = ("Hopper", "Blackwell")
 _VLLM_MX = {"Hopper": WEIGHTS_ALONE, "Blackwell": NATIVE_INPUTS}
@@ -56,3 +53,27 @@ def how_it_runs(target: str, loader: str, card: str, formats: Iterable[str]) -> 
     if known is None:
         known = {f: dict.fromkeys(CARDS, EMULATED) for f in read}
     return {f: known[f][card] if f in known else NOT_LOADED for f in formats if f != "bf16"}
+
+
+def inputs_left_alone(target: str, loader: str, formats: Iterable[str]) -> dict[str, list[str]]:
+    """card -> the formats of weights whose inputs a loader leaves alone there though the files ask for quantized ones;
+    cards on which it leaves none have no entry."""
+    left = {
+        card: [
+            f
+            for f, word in how_it_runs(target, loader, card, formats).items()
+            if word == WEIGHTS_ALONE
+        ]
+        for card in CARDS
+    }
+    return {card: those for card, those in left.items() if those}
+
+
+def joined(words: Mapping[str, str]) -> str:
+    """What is said of each format, formats of which the same is said together; in one word where it is said of all."""
+    alike: dict[str, list[str]] = {}
+    for block_format, word in words.items():
+        alike.setdefault(word, []).append(block_format)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "; ".join(f"{', '.join(formats)}: {word}" for word, formats in alike.items())

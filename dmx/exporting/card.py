@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, RAN, SOURCE, how_it_runs, joined
 from dmx.assignment.targets import TARGETS, Loader
 from dmx.exporting.layouts import describe_rules
 from dmx.exporting.plan import Plan
@@ -33,6 +34,18 @@ def _loader_rows(target: str) -> list[str]:
             named.append("one format in q/k/v and in gate/up")
         table.append(f"| {loader.requires} | {', '.join([*named, *loader.notes])} |")
     return table
+
+
+def _runs_text(plan: Plan) -> list[str]:
+    """What runs on which card, which the files do not decide alone; nothing of loaders that dequantize."""
+    formats = [f for f in FORMATS if f in {layer.weight.name for layer in plan.layers.values()}]
+    lines = []
+    for target, loader in HOW_IT_RUNS:
+        words = {card: how_it_runs(target, loader, card, formats) for card in CARDS}
+        if formats and target == plan.key and NOT_LOADED not in words[CARDS[0]].values():
+            said = "; ".join(f"on {card}, {joined(words[card])}" for card in CARDS)
+            lines += ["", f"{loader}, by card: {said}. Read in the source of {SOURCE}; {RAN}."]
+    return lines
 
 
 def _title(name: str) -> str:
@@ -217,6 +230,7 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
         "| loader | formats |",
         "|---|---|",
         *_loader_rows(target),
+        *_runs_text(plan),
         "",
         "## What was checked",
         "",

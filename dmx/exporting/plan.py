@@ -14,6 +14,7 @@ from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.splitting import split_assignment
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
+from dmx.assignment.runtimes import HOW_IT_RUNS, RAN, SOURCE, inputs_left_alone
 from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
 from dmx.errors import FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
@@ -99,7 +100,12 @@ class Plan:
     @property
     def holds(self) -> Target:
         """What the target holds, and who reads it; of targets that write weights alone."""
-        return TARGETS[target_key(self.target, self.profile)]
+        return TARGETS[self.key]
+
+    @property
+    def key(self) -> str:
+        """The name of `holds`."""
+        return target_key(self.target, self.profile)
 
     def reader(self, model: nn.Module) -> str:
         """What the fresh process loads the files with; see `dmx.exporting._fresh_load`."""
@@ -151,6 +157,8 @@ def make_plan(
         layout.check(layers, inputs)
         if not inputs:
             _warn_of_inputs(assignment)
+        else:
+            _warn_of_cards(assignment, target, profile, layers)
         if verify:
             check_packages(layout, layers)
     elif inputs:
@@ -275,6 +283,28 @@ def _warn_of_inputs(assignment: Assignment) -> None:
             "with gptq.correct_inputs=false.",
             stacklevel=3,
         )
+
+
+def _warn_of_cards(
+    assignment: Assignment, target: str, profile: str | None, layers: Layers
+) -> None:
+    """Of cards on which an engine that loads the files leaves inputs alone that they ask to quantize."""
+    key = target_key(target, profile)
+    holds, rest = TARGETS[key], assignment.unquantized
+    equal = {layer.weight.name for layer in layers.values() if layer.input == layer.weight}
+    for loader in holds.loaders:
+        if (key, loader.name) not in HOW_IT_RUNS or obstacles(
+            assignment.formats, holds, loader, rest, assignment.input_formats
+        ):
+            continue
+        for card, formats in inputs_left_alone(key, loader.name, sorted(equal)).items():
+            way_out = " For such a card search with search.input_format=bf16 and export with inputs=false."
+            warnings.warn(
+                f"{_setting(target, profile)}, inputs=true: on {card} {loader.name} leaves the inputs of layers in "
+                f"{', '.join(formats)} alone, whatever the files ask (read in the source of {SOURCE}; {RAN})."
+                f"{way_out * (len(formats) == len(equal))}",
+                stacklevel=3,
+            )
 
 
 def target_key(target: str, profile: str | None) -> str:

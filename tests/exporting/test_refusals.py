@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import warnings
 from collections import namedtuple
 
 import numpy as np
@@ -332,3 +333,27 @@ def test_files_with_weights_alone_of_unequal_operands_say_so(case):
     ):
         done = export(unequal(model))
     assert "weights alone take 4." in (done.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("target", ["compressed_tensors", "quark"])
+def test_where_a_card_leaves_inputs_alone_export_and_folder_say_so(target, case):
+    model, export = case
+    assignment = mixed(model, VLLM, "fused")
+    said = (
+        r"inputs=true: on Hopper vLLM leaves the inputs of layers in mxfp4, mxfp8_e4m3 alone.*bf16"
+    )
+    with pytest.warns(UserWarning, match=said) as warned:
+        done = export(assignment, target=target, inputs=True)
+    assert not [w for w in warned if "Blackwell" in str(w.message)]
+    text = (done.folder / "README.md").read_text()
+    assert "on Hopper, weights alone; on Blackwell, native, inputs quantized always" in text
+
+
+def test_cards_are_spoken_of_where_an_engine_loads_the_folder(case, tmp_path):
+    """Not of split groups in quark, which vLLM refuses; of weights alone the folder speaks, and no warning."""
+    model, export = case
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export(mixed(model, VLLM), inputs=True)
+        done = export(mixed(model, VLLM, "fused"), tmp_path / "alone", target="compressed_tensors")
+    assert "on Hopper, weights alone" in (done.folder / "README.md").read_text()

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dmx.assignment.runtimes import CARDS, NOT_LOADED, SOURCE, how_it_runs
+from dmx.assignment.runtimes import CARDS, NOT_LOADED, SOURCE, how_it_runs, joined
 from dmx.assignment.targets import TARGETS
 
 from ..markdown import markdown
@@ -219,7 +219,7 @@ def _on(row: Run, runtime: str, card: str) -> str:
     if layout not in TARGETS:  # full precision
         return ""
     words = how_it_runs(layout, runtime, card, row["formats"])
-    return _joined({f: "not read" if word == NOT_LOADED else word for f, word in words.items()})
+    return joined({f: "not read" if word == NOT_LOADED else word for f, word in words.items()})
 
 
 def _by_format(groups: Sequence[Run], key: str) -> str:
@@ -229,17 +229,7 @@ def _by_format(groups: Sequence[Run], key: str) -> str:
         known = most.get(group["formats"])
         if known is None or group["layers"] > known["layers"]:
             most[group["formats"]] = group
-    return _joined({f: str(group[key]) for f, group in most.items()})
-
-
-def _joined(words: Mapping[str, str]) -> str:
-    """What is said of each format, formats of which the same is said together."""
-    alike: dict[str, list[str]] = {}
-    for block_format, word in words.items():
-        alike.setdefault(word, []).append(block_format)
-    if len(alike) == 1:
-        return next(iter(alike))
-    return "; ".join(f"{', '.join(formats)}: {word}" for word, formats in alike.items())
+    return joined({f: str(group[key]) for f, group in most.items()})
 
 
 def _why(row: Run) -> str:
