@@ -52,6 +52,8 @@ def _said(errors: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]
     worst = max(good, key=lambda row: row["worst_output"], default=None)
     timed = [row for row in times if "failed" not in row]
     ratios = [row["bf16_us"] / row["us"] for row in timed if row["tokens"] == 1]
+    lost = dict.fromkeys(f"{row['out']} x {row['in']}" for row in times if "failed" in row)
+    without = f", the missing ones are of {', '.join(lost)}" if lost else ""
     fast = (
         f"; one token: {min(ratios):.2f} to {max(ratios):.2f} times bf16's speed" if ratios else ""
     )
@@ -62,8 +64,8 @@ def _said(errors: Sequence[Mapping[str, Any]], times: Sequence[Mapping[str, Any]
         else ""
     )
     return (
-        f"{len(good)} of {len(errors)} products ran, with a relative error of at most {max(normal, default=0.0):.1e} on "
-        f"normal weights{most}{fast}."
+        f"{len(good)} of {len(errors)} products whose errors were asked for ran, with a relative error of at most "
+        f"{max(normal, default=0.0):.1e} on normal weights{most}; {len(timed)} of {len(times)} were timed{without}{fast}."
     )
 
 
