@@ -150,7 +150,7 @@ def variant(
             or (key.startswith("polish") and not method.polish)
             or (key == "residual_block" and method.transform != "hadamard_full")
             or (key.startswith("joint") and method.search != "joint")
-            or (key == "score_batches" and key not in USED_BY.get(method.search, ()))
+            or (key == "score_batches" and key not in USED_BY.get(method.search or "", ()))
         )
         if (
             is_read
