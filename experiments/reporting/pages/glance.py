@@ -25,7 +25,13 @@ _EVEN = "mxfp4 even"
 
 def is_flat(group: Group) -> bool:
     """Whether all weights have one format, so that there was nothing to choose."""
-    return len(_formats([group])) == 1
+    return only_format(group) is not None
+
+
+def only_format(group: Group) -> str | None:
+    """The format that all weights have; None where they differ."""
+    formats = _formats([group])
+    return formats.pop() if len(formats) == 1 else None
 
 
 class Pair(NamedTuple):
@@ -100,12 +106,13 @@ class Setting:
         return f"W{cheapest.element_bits:g}A{inputs.element_bits:g}"
 
 
-def settings_of(tables: Tables) -> list[Setting]:
-    """Of the main model and text, all that has the usual units and choices."""
+def settings_of(tables: Tables, units: str = "layer") -> list[Setting]:
+    """Of the main model and text, all that has these units and the usual choices."""
     place = main_place(tables)
     found: dict[Method, list[Group]] = {}
     for table, groups in ordered(tables):
-        if (table.model, table.text) == place and table.is_usual(*FINEST, "input_format"):
+        is_usual = table.is_usual(*FINEST, "input_format", "units")
+        if (table.model, table.text) == place and is_usual and table.shared.units == units:
             key = replace(table.shared, scale_rules=_rules(table.shared, groups))
             known = found.pop(key, [])  # so that it stands where its last table does
             found[key] = [*known, *(g for g in groups if g.budget)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dmx.formats import get_family
+
 from ..groups import Group, group_rows
 from ..markdown import markdown
 from ..pooling import (
     Presets,
     Table,
+    Tables,
     main_place,
     model_name,
     pooled,
@@ -19,7 +22,7 @@ from ..pooling import (
 from ..record import USUAL_FAMILY, Limit, Method, Record
 from ..stages import LEARNED
 from .cells import best_heuristic, mean_perplexity
-from .glance import Setting, inputs_notes, settings_of
+from .glance import Setting, inputs_notes, only_format, settings_of
 
 README_LIMITS = (4.0, 4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
@@ -41,6 +44,17 @@ README_METHODS = (
     replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
     replace(_LEARNED, input_format="mxfp8_e4m3"),
 )
+SERVED_METHOD = replace(
+    _LEARNED,
+    family="mxfp8_mxfp4",
+    units="fused",
+    scale_rules="mxfp4 even, mxfp8_e4m3 rceil",
+)
+"""Formats and units that vLLM loads; a line of the table."""
+SCALED_METHOD = replace(
+    _LEARNED, family="nvfp4 fp8 bf16", units="fused", scale_rules="floor", stage="300 steps"
+)
+"""Such formats too, whose budgets count scales; a sentence below the table."""
 """Scale rules are those of the weights, as in `Setting.key`."""
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
@@ -67,16 +81,20 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
         if (setting := settings.get(Table.of("", "", method).shared)) is not None:
             shown.append(setting)
             lines += _setting_lines(setting, method)
+    served = {s.key: s for s in settings_of(tables, "fused")}
+    if (setting := served.get(Table.of("", "", SERVED_METHOD).shared)) is not None:
+        shown.append(setting)
+        lines += _setting_lines(setting, SERVED_METHOD)
     columns = sorted({x for _, values in lines for x in values})
     rows = [[name, *(_cell(values.get(x)) for x in columns)] for name, values in lines if values]
     note = (
-        f"Perplexity of {place[0]} on {place[1]} by bits an element, scales not counted, of weights and "
-        "inputs; lower is better. The heuristic is the best of those that were run at each budget."
+        f"Perplexity of {place[0]} on {place[1]}, bits without scales; lower is better. Best heuristic: of "
+        "those that were run at each budget."
     )
     if any(setting.key.weights == "learned" for setting in shown):
         note += (
-            f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, with the scale "
-            "rule even for MXFP4."
+            f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, scale rule even "
+            "for MXFP4."
         )
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
@@ -89,7 +107,10 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             f" Uniform formats: of an earlier reading of the text, {other.tokens:,} tokens instead of "
             f"{text.tokens:,}; bf16 has {own:.2f} there."
         )
-    return [*markdown(["", *(f"{x:g} bits" for x in columns)], rows), "", note]
+    table = markdown(["", *(f"{x:g} bits" for x in columns)], rows)
+    scaled = served.get(Table.of("", "", SCALED_METHOD).shared)
+    below = [_scaled_text(scaled, _rounded(tables, place)), ""] if scaled else []
+    return [*table, "", *below, note]
 
 
 def _setting_lines(setting: Setting, method: Method) -> list[tuple[str, Mapping[float, float]]]:
@@ -104,10 +125,57 @@ def _setting_lines(setting: Setting, method: Method) -> list[tuple[str, Mapping[
         if best := best_heuristic(budget, setting.groups):
             theirs[x] = mean_perplexity(best)
     named = method.without("path", "scale_rules", "input_format")
-    name = ", ".join(filter(None, (named.label, setting.bits_text)))
-    if method not in (_DMX, _LEARNED):
+    is_served = method == SERVED_METHOD
+    served = (_family_text(method), "fused units") if is_served else ()
+    label = named.without("family").label if is_served else named.label
+    name = ", ".join(filter(None, (label, setting.bits_text, *served)))
+    if method not in (_DMX, _LEARNED, SERVED_METHOD):
         return [(name, ours)]
     return [(f"best heuristic{name.removeprefix(named.base)}", theirs), (name, ours)]
+
+
+def _family_text(method: Method) -> str:
+    """Its candidate formats."""
+    family = method.family or USUAL_FAMILY
+    return "/".join(f.name for f in get_family(family.split() if " " in family else family).formats)
+
+
+def _scaled_text(setting: Setting, rounded: Sequence[Group]) -> str:
+    """Perplexities of a family whose budgets count scales, then of its formats everywhere alike."""
+    searched, flat = [], []
+    for budget in setting.budgets:
+        pair = setting.at(budget)
+        if pair.is_flat:
+            best = min(pair.known, key=mean_perplexity)
+            seeds = ", one seed" if len(best.seeds) == 1 else ""
+            flat.append(f"{only_format(best)} everywhere {_at_bits(best)}{seeds}")
+        elif all(pair):
+            both = " / ".join(_cell(mean_perplexity(g)) for g in pair.known)
+            searched.append(f"{both} at {budget.limit:g}")
+    family = _family_text(setting.key)
+    known = [g for g in rounded if g.method.format in family.split("/")]
+    nearest = [f"{g.method.format} {_at_bits(g)}" for g in known]
+    said = f"dMX / best heuristic {', '.join(searched)}; {', '.join(flat)}".rstrip("; ")
+    if nearest:
+        said += f"; to nearest, {', '.join(nearest)}"
+    where = ", ".join(filter(None, (family, "fused units", "learned weights", setting.key.stage)))
+    return f"{where}, bits with scales: {said}."
+
+
+def _at_bits(group: Group) -> str:
+    return f"{_cell(mean_perplexity(group))} at {group.statistic('bits_per_element').mean:.3g}"
+
+
+def _rounded(tables: Tables, place: tuple[str, str]) -> list[Group]:
+    """One format everywhere, weights and inputs, and nothing else done."""
+    plain = Method(search="uniform", quantized="W+A")
+    return [
+        group
+        for table, groups in tables.items()
+        if (table.model, table.text) == place
+        for group in groups
+        if group.method.kind == plain.kind and group.method.is_uniform
+    ]
 
 
 def _is(group: Group, method: Method) -> bool:
