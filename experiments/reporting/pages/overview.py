@@ -142,24 +142,24 @@ def _family_text(method: Method) -> str:
 
 def _scaled_text(setting: Setting, rounded: Sequence[Group]) -> str:
     """Perplexities of a family whose budgets count scales, then of its formats everywhere alike."""
-    searched, flat = [], []
+    pairs = {b: pair for b in setting.budgets if all(pair := setting.at(b)) and not pair.is_flat}
+    ours, theirs = (
+        ", ".join(_cell(mean_perplexity(pair.known[i])) for pair in pairs.values()) for i in (0, 1)
+    )
+    limits = ", ".join(f"{budget.limit:g}" for budget in pairs)
+    said = [f"dMX {ours} at {limits} bits with scales (best heuristic {theirs})"] if pairs else []
     for budget in setting.budgets:
-        pair = setting.at(budget)
-        if pair.is_flat:
+        if (pair := setting.at(budget)).is_flat:
             best = min(pair.known, key=mean_perplexity)
             seeds = ", one seed" if len(best.seeds) == 1 else ""
-            flat.append(f"{only_format(best)} everywhere {_at_bits(best)}{seeds}")
-        elif all(pair):
-            both = " / ".join(_cell(mean_perplexity(g)) for g in pair.known)
-            searched.append(f"{both} at {budget.limit:g}")
+            said.append(f"{only_format(best)} everywhere {_at_bits(best)}{seeds}")
     family = _family_text(setting.key)
     known = [g for g in rounded if g.method.format in family.split("/")]
-    nearest = [f"{g.method.format} {_at_bits(g)}" for g in known]
-    said = f"dMX / best heuristic {', '.join(searched)}; {', '.join(flat)}".rstrip("; ")
-    if nearest:
-        said += f"; to nearest, {', '.join(nearest)}"
+    if known:
+        nearest = ", ".join(f"{g.method.format} {_at_bits(g)}" for g in known)
+        said.append(f"to nearest, {nearest}")
     where = ", ".join(filter(None, (family, "fused units", "learned weights", setting.key.stage)))
-    return f"{where}, bits with scales: {said}."
+    return f"{where}: {'; '.join(said)}."
 
 
 def _at_bits(group: Group) -> str:
