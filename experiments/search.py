@@ -87,7 +87,7 @@ def main(cfg: DictConfig) -> float | None:
             else:  # search.steps is at most
                 ran |= {"steps_taken": done.steps, "kept": done.kept}
                 ran["kept_because"] = done.kept_because
-            run.actual["search"] = ran
+            run.actual["search"] |= ran
         claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

@@ -1,7 +1,7 @@
 """Scale rules by operand and format, as settings and as an assignment states them."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dmx.assignment.file import ScaleRules
@@ -16,6 +16,9 @@ from dmx.formats import (
     check_rule,
     get_block_format,
 )
+
+AUTO = "auto"
+"""Of inputs, where nothing is said: the rules of the target's runtime."""
 
 
 def rule_of(
@@ -47,9 +50,9 @@ class ScaleRulesConfig:
 
     weight: str | dict[str, str] = "floor"
     """floor | ceil | even | rceil | mse, of nvfp4 amax/6 | 4over6 | mse, or for example {mxfp4: even}"""
-    input: str | dict[str, str] = "floor"
-    """floor | ceil | even | rceil, of nvfp4 amax/6, of fp8 amax/448_float32 | amax/448, likewise: what the target's
-    runtime computes"""
+    input: str | dict[str, str] = AUTO
+    """auto | floor | ceil | even | rceil, of nvfp4 amax/6, of fp8 amax/448_float32 | amax/448, likewise. auto: what the
+    runtime of search.target computes, as far as it is known, else floor; so are formats that a dict does not name"""
 
     def __post_init__(self) -> None:
         self.by_format()
@@ -70,6 +73,8 @@ class ScaleRulesConfig:
                     f"'{where}={{mxfp4: even}}'"
                 )
             rules[operand] = {f.name: f.usual_rule(operand) for f in BLOCK_FORMATS.values()}
+            if operand == "input" and stated == AUTO:
+                continue
             if is_one:
                 check_rule(stated, operand, where)
                 rules[operand] |= {
@@ -82,13 +87,27 @@ class ScaleRulesConfig:
                 rules[operand][block_format.name] = rule
         return rules
 
+    def for_runtime(self, known: Mapping[str, ScaleRule]) -> "ScaleRulesConfig":
+        """With what auto stands for.
+
+        Args:
+            known: MX format -> rule by which the runtime quantizes inputs; empty: not known.
+        """
+        if self.input == AUTO:
+            return replace(self, input=dict(known) or "floor")
+        if isinstance(self.input, str) or not known:
+            return self
+        named = {get_block_format(name).name for name in self.input}
+        unnamed = {name: rule for name, rule in known.items() if name not in named}
+        return replace(self, input={**unnamed, **self.input})
+
     def check_used(self, formats: Mapping[Operand, Iterable[Format]]) -> None:
-        """Raise FormatError for one rule for all formats that none of an operand's has; floor is what is
-        said where nothing is."""
+        """Raise FormatError for one rule for all formats that none of an operand's has; floor and auto are what
+        is said where nothing is."""
         for operand in OPERANDS:
             blocks = [f for f in formats[operand] if isinstance(f, BlockFormat)]
             stated = getattr(self, operand)
-            if stated == "floor" or not isinstance(stated, str):
+            if stated in ("floor", AUTO) or not isinstance(stated, str):
                 continue
             if blocks and not any(stated in f.rules for f in blocks):
                 has = "; ".join(f"{f}: {', '.join(f.rules)}" for f in blocks)

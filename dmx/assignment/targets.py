@@ -8,9 +8,9 @@ format; and all experts of a block as one layer, which needs one format for all 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dmx.formats import BLOCK_FORMATS
+from dmx.formats import BLOCK_FORMATS, ScaleRule
 from dmx.models.experts import experts_path
 from dmx.models.linears import fused_group
 
@@ -22,6 +22,18 @@ _CT_VLLM = _VLLM_FORMATS | {"fp8", "nvfp4"}
 _CT_TRANSFORMERS = _TRANSFORMERS_FORMATS | _CT_VLLM
 COMPRESSED_TENSORS_INPUTS = _CT_VLLM
 """What compressed-tensors quantizes inputs to, whatever their weights are in."""
+COMPRESSED_TENSORS_INPUT_RULES: Mapping[str, tuple[ScaleRule, ...]] = {
+    "mxfp4": ("even",),
+    "mxfp8_e4m3": ("rceil",),
+}
+"""By which compressed-tensors scales inputs, whatever an assignment has: it rounds amax to one mantissa bit for both
+formats. MXFP8's is `rceil` but for an amax of 448 times a power of two, which goes up."""
+_VLLM_INPUT_RULES: Mapping[str, tuple[ScaleRule, ...]] = {
+    "mxfp4": ("even", "rceil"),
+    "mxfp8_e4m3": ("rceil",),
+}
+"""MXFP4's `even` is that of vLLM's emulation, which ran; FlashInfer, on Blackwell, rounds amax / largest value up for
+both formats (read), and nothing else there quantizes inputs to MXFP8."""
 _MODELOPT_FORMATS = frozenset({"nvfp4", "fp8"})
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
@@ -112,6 +124,9 @@ class Loader:
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
     beside: frozenset[str] | None = None
     """The weights' formats that it does so beside; None: all."""
+    input_rules: Mapping[str, tuple[ScaleRule, ...]] = field(default_factory=dict)
+    """MX format -> scale rules by which it is known to quantize inputs: of several the one that ran first, the others on
+    some cards. Empty: not known, or as the files say."""
     notes: tuple[str, ...] = ()
     """What else its users should know."""
     architectures: frozenset[str] | None = None
@@ -173,7 +188,13 @@ TARGETS: dict[str, Target] = {
     "compressed_tensors, profile vllm": Target(
         _CT_VLLM,
         (
-            Loader("transformers", _CT_VLLM, _CT, input_formats=COMPRESSED_TENSORS_INPUTS),
+            Loader(
+                "transformers",
+                _CT_VLLM,
+                _CT,
+                input_formats=COMPRESSED_TENSORS_INPUTS,
+                input_rules=COMPRESSED_TENSORS_INPUT_RULES,
+            ),
             Loader(
                 "vLLM",
                 _CT_VLLM,
@@ -181,6 +202,7 @@ TARGETS: dict[str, Target] = {
                 needs_fused_units=True,
                 shares_scales=True,
                 rotates_inputs=True,
+                input_rules=_VLLM_INPUT_RULES,
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
             ),
@@ -190,7 +212,15 @@ TARGETS: dict[str, Target] = {
     ),
     "compressed_tensors, profile transformers": Target(
         _CT_TRANSFORMERS,
-        (Loader("transformers", _CT_TRANSFORMERS, _CT, input_formats=COMPRESSED_TENSORS_INPUTS),),
+        (
+            Loader(
+                "transformers",
+                _CT_TRANSFORMERS,
+                _CT,
+                input_formats=COMPRESSED_TENSORS_INPUTS,
+                input_rules=COMPRESSED_TENSORS_INPUT_RULES,
+            ),
+        ),
     ),
     "quark": Target(
         _QUARK_FORMATS,
@@ -202,6 +232,7 @@ TARGETS: dict[str, Target] = {
                 needs_fused_units=True,
                 input_formats=frozenset({"mxfp6_e2m3", "mxfp6_e3m2"}),
                 beside=frozenset({"mxfp4"}),
+                input_rules=dict.fromkeys(sorted(_QUARK_FORMATS), ("even",)),
                 notes=("before 0.32 no MXFP8",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,

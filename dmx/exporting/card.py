@@ -206,7 +206,11 @@ def model_card(plan: Plan, facts: dict[str, Any]) -> str:
         "",
     ]
     if plan.input_rule:
-        lines += [f"Inputs are scaled by the loader: {plan.input_rule}.", ""]
+        chosen = describe_rules(plan.layers, "input")
+        lines += [
+            f"Inputs are scaled by the loader: {plan.input_rule}. The assignment has {chosen}.",
+            "",
+        ]
     lines += [_bytes_text(facts["bytes"])]
     if assignment.weights:
         lines += ["", _weights_text(assignment.weights)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dmx.applying.stored import StoredWeight
-from dmx.assignment.targets import COMPRESSED_TENSORS_INPUTS
+from dmx.assignment.targets import COMPRESSED_TENSORS_INPUT_RULES, COMPRESSED_TENSORS_INPUTS
 from dmx.errors import FormatError
 from dmx.exporting.layouts import LayerPlan, Layers, Layout, TensorSpec, decoded_by
 from dmx.exporting.packing import (
@@ -213,11 +213,14 @@ def _check(layers: Layers, inputs: bool) -> None:
 
 def _input_rule(layers: Layers) -> str:
     inputs = {layer.input for layer in layers.values()}
-    rules = []
+    rules, own = (
+        [],
+        ", ".join(f"`{r[0]}` for {f}" for f, r in COMPRESSED_TENSORS_INPUT_RULES.items()),
+    )
     if inputs - {FP8, NVFP4, None}:
         rules.append(
             "amax rounded to one mantissa bit before its exponent is taken, for 4 and for 8 bits "
-            "(compressed-tensors' own rule; `even` for MXFP4)"
+            f"(compressed-tensors' own rule: {own})"
         )
     for is_static in sorted({_is_static(layer) for layer in layers.values() if layer.input is FP8}):
         scales = "by static scales of the files" if is_static else "amax / 448 of each token"

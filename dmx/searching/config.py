@@ -21,6 +21,7 @@ from dmx.formats import (
     Family,
     Format,
     Operand,
+    ScaleRule,
     SoftPath,
     check_choice,
     get_family,
@@ -216,7 +217,7 @@ class SearchSettings:
     target: str = "any"
     """Only candidates that this runtime loads; see dmx.assignment.targets."""
     scale_rules: ScaleRulesConfig = field(default_factory=ScaleRulesConfig)
-    """Of the assignment, and of all that a search measures."""
+    """Of the assignment, and of all that a search measures; what auto stands for is put in its place."""
     seed: int = 0
     """Order of the calibration batches, and the draws of `random`."""
     transform: str = "none"
@@ -269,9 +270,30 @@ class SearchSettings:
                 f"got {self.exclude!r} and {self.fixed!r}"
             )
         self._check_inputs()
+        known = {} if self.runtime is None else self.runtime.input_rules
+        self.scale_rules = self.scale_rules.for_runtime({f: r[0] for f, r in known.items()})
         self.scale_rules.check_used({o: self.formats_of(o) for o in OPERANDS})
         self._check_transform()
         self._check_target()
+
+    @property
+    def runtime(self) -> Loader | None:
+        """What loads the exports of `target`; None: any."""
+        return None if self.target == "any" else SEARCH_TARGETS[self.target]
+
+    def input_rules(self) -> dict[str, ScaleRule]:
+        """MX format that inputs may be in -> its scale rule."""
+        rules = self.scale_rules.by_format()["input"]
+        return {
+            f.name: rules[f.name]
+            for f in dict.fromkeys(self.formats_of("input"))
+            if isinstance(f, BlockFormat) and f.is_mx
+        }
+
+    def foreign_input_rules(self) -> dict[str, ScaleRule]:
+        """Those of `input_rules` by which the runtime of `target` is known not to quantize."""
+        known = {} if self.runtime is None else self.runtime.input_rules
+        return {f: r for f, r in self.input_rules().items() if f in known and r not in known[f]}
 
     @property
     def experts_form(self) -> Form:

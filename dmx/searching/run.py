@@ -206,6 +206,7 @@ def _search(
     space = search_space(model, config)
     space.check_budget(budget)
     _warn_of_architecture(model, config)
+    _warn_of_input_rules(config)
     listed = list_batches(batches, model)
     device = next(model.parameters()).device
     hashed = batches_sha256(listed)
@@ -482,7 +483,7 @@ def _check_types(budget: object, config: object) -> None:
 
 def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
     """Where it is not known which layers the target's runtime merges, or known that it reads no files of ours."""
-    loader = None if config.target == "any" else SEARCH_TARGETS[config.target]
+    loader = config.runtime
     if loader is None or loader.architectures is None:
         return
     own = getattr(text_config(model), "model_type", type(model).__name__)
@@ -498,6 +499,21 @@ def _warn_of_architecture(model: nn.Module, config: SearchSettings) -> None:
             "for it hold, and cannot load them. search.target=vllm is for files that it loads.",
             stacklevel=3,
         )
+
+
+def _warn_of_input_rules(config: SearchSettings) -> None:
+    """Where inputs are measured by other rules than the target's runtime has."""
+    foreign, runtime = config.foreign_input_rules(), config.runtime
+    if not foreign or runtime is None:
+        return
+    asked = ", ".join(f"{name} {rule}" for name, rule in foreign.items())
+    own = ", ".join(f"{name} {' or '.join(runtime.input_rules[name])}" for name in foreign)
+    warnings.warn(
+        f"search.scale_rules.input: inputs are scaled by {asked}, as asked; {runtime.name} of "
+        f"search.target={config.target} scales them by {own}, so that what runs there is not what is measured here. "
+        "search.scale_rules.input=auto takes its rules.",
+        stacklevel=3,
+    )
 
 
 class _Unreached:

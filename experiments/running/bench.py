@@ -30,7 +30,7 @@ from dmx.formats import BlockFormat
 from dmx.models import ModelConfig, load_model, max_positions
 from dmx.models.streaming import in_bytes, stream_of
 from dmx.progress import Stopwatch
-from dmx.searching import SearchConfig, search, uniform_assignment
+from dmx.searching import SearchConfig, SearchSettings, search, uniform_assignment
 from dmx.searching.adaptive import CALLED
 from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.gptq import gptq
@@ -65,6 +65,26 @@ def drawn_batches(tokens: Tensor, config: CalibrationConfig, seed: int) -> list[
     return token_batches(
         tokens, config.window, config.batch_size, seed=config.seed + seed, n_batches=config.batches
     )
+
+
+def _say_input_rules(run: Run, settings: SearchSettings) -> None:
+    """By which rules inputs are scaled, and whose they are; the record has what auto stands for."""
+    ran = settings.scale_rules.input
+    if not isinstance(ran, str):
+        ran = ", ".join(f"{name} {rule}" for name, rule in ran.items())
+    run.actual["search"] = {"scale_rules": {"input": ran}}
+    rules, runtime = settings.input_rules(), settings.runtime
+    if runtime is None or not rules:
+        return
+    foreign = settings.foreign_input_rules()
+
+    def whose(name: str) -> str:
+        if name not in runtime.input_rules:
+            return "its own is not known"
+        return "as asked" if name in foreign else f"of {runtime.name}"
+
+    said = ", ".join(f"{name} {rule} ({whose(name)})" for name, rule in rules.items())
+    run.say(f"scale rules of inputs, search.target={settings.target}: {said}")
 
 
 class Bench:
@@ -169,6 +189,7 @@ class Bench:
         """
         training = config.training_for(weights, searches)
         config.check_shared(run.processes.size, training)
+        _say_input_rules(run, config.search)
         return cls(
             run,
             config.model,

@@ -67,11 +67,15 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
     (folder / ERROR_FILE).unlink(missing_ok=True)
 
 
+_OF_ANY_RUNTIME = r"(?m)^(  target: any\n  scale_rules:\n(?:    (?!input:).*\n)*    input: )auto$"
+"""Of a search, where auto stands for floor, which files of before it say."""
+
+
 def _of_results(config_yaml: str) -> str:
     """The settings without how a model is held: a run may go on otherwise, and as files of before those settings say it."""
     for name in ("memory", "shard"):
         config_yaml = re.sub(rf"(?m)^(run:\n(?:  .*\n)*?)  {name}: \S+\n", r"\1", config_yaml)
-    return config_yaml
+    return re.sub(_OF_ANY_RUNTIME, r"\1floor", config_yaml)
 
 
 @contextmanager

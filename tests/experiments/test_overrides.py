@@ -125,6 +125,19 @@ def test_how_a_model_is_held_is_no_part_of_what_a_folder_is_of(tmp_path):
             claim(tmp_path, other)
 
 
+def test_auto_is_floor_where_a_folder_of_before_says_so(tmp_path):
+    def said(rule, target="any", weight="floor"):
+        rules = {"weight": weight, "input": rule}
+        search = {"target": target, "scale_rules": rules, "seed": 0}
+        return OmegaConf.to_yaml({"search": search})
+
+    claim(tmp_path, said("floor", weight={"mxfp4": "even"}))
+    claim(tmp_path, said("auto", weight={"mxfp4": "even"}))
+    assert not is_free_for(tmp_path, said("even", weight={"mxfp4": "even"}))
+    claim(tmp_path / "vllm", said("floor", "vllm"))
+    assert not is_free_for(tmp_path / "vllm", said("auto", "vllm"))
+
+
 def test_the_folder_of_a_killed_command_is_free_at_once(tmp_path):
     claim(tmp_path, "a: 1\n")
     holder = (

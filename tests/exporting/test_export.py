@@ -95,7 +95,11 @@ def test_inputs_quantized_by_compressed_tensors_follow_its_own_rule(
     assert not found.equal and 0 < found.max_difference < 0.5 and 0 < found.kl < 1e-2
     facts = json.loads((done.folder / "dmx_export.json").read_text())
     assert "one mantissa bit" in facts["input_rule"] and facts["inputs"] is True
-    assert f"{found.max_difference:.4g}" in (done.folder / "README.md").read_text()
+    card = (done.folder / "README.md").read_text()
+    assert f"{found.max_difference:.4g}" in card
+    assert (
+        "own rule: `even` for mxfp4, `rceil` for mxfp8_e4m3). The assignment has `floor`." in card
+    )
 
 
 @needs("torchao")

@@ -262,7 +262,8 @@ def test_what_a_search_target_yields_its_export_takes(
         choice = project(space, Budget(limit), np.zeros(len(space.units)), wish)
     except DmxError:
         return  # refused before a search: as it should be
-    assignment = make_assignment(space, choice, META[tied])
+    rules = config.scale_rules.by_format()  # of inputs the runtime's: files hold them
+    assignment = make_assignment(space, choice, META[tied], scale_rules=rules)
     layout, profile = EXPORTS[target]
     inputs = choices not in ("joint", "bf16")
     check_holds(assignment, layout, profile, inputs=inputs)
