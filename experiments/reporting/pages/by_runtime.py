@@ -49,7 +49,13 @@ def by_runtime(runs: Sequence[Run]) -> list[str]:
         return []
     texts = _texts(runs)
     rows = [(run, row) for run in runs for row in run["rows"]]
-    rows.sort(key=lambda pair: (pair[1]["target"] or "", pair[1]["folder"], *_engine(*pair, texts)))
+    rows.sort(
+        key=lambda pair: (
+            pair[1]["target"] or "",
+            pair[1]["folder"],
+            *_engine(pair[0], pair[1], texts),
+        )
+    )
     loaded = [(run, row) for run, row in rows if "failed" not in row]
     failed = [(run, row) for run, row in rows if "failed" in row]
     of_places: dict[Place, list[tuple[Run, Run]]] = {}
