@@ -24,6 +24,7 @@ from .running.composing import build_root
 from .running.csv_table import write_csv
 from .running.guard import entry_point
 from .running.plan import Asked, Comparison
+from .running.polishing import polished_rounds, with_rounds
 from .running.run import Run
 
 
@@ -55,9 +56,10 @@ class CompareRun(settings.SearchingRun):
         settings.check_some("weights", self.weights, WEIGHTS)
         settings.check_each("baselines", self.baselines, settings.UNIFORM)
         self.check_stages(self.weights)
-        self.plan = Comparison(
-            Asked.all(self.searches), self.search, self.budgets, self.unit, self.seeds
-        )
+        asked = Asked.all(self.searches)
+        # Here a search is polished where its name says so, and auto only says how long.
+        self.search = with_rounds(self.search, polished_rounds() * any(a.polish for a in asked))
+        self.plan = Comparison(asked, self.search, self.budgets, self.unit, self.seeds)
         self.check_memory(self.plan.names, self.weights)
         self.plan.check(self.calibration.batches, needs_all=not (self.collect or self.ablate))
 

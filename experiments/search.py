@@ -6,7 +6,6 @@ python -m experiments.search model=smollm2_135m data=wikitext2_more weights=lear
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -76,18 +75,19 @@ def main(cfg: DictConfig) -> float | None:
         if run.show_if_finished():
             return run.main_result()
         bench = Bench.of(run, config, config.plan.stages, [config.search.name])
-        pace = Pace(bench, config.plan) if config.pace else None
-        config.plan.measure(bench)
+        plan, ran = config.plan.settled(bench)
+        pace = Pace(bench, plan) if config.pace else None
+        plan.measure(bench)
         run.pace = None if pace is None else pace.ended()
         if config.search.descends:
             done = Assignment.load(run.path("assignment.json")).search
-            ran: dict[str, Any] = {"descent": {"cuda_graph": done.cuda_graph}}
+            ran["descent"] = {"cuda_graph": done.cuda_graph}
             if done.kept is None:
                 ran["steps"] = done.steps
             else:  # search.steps is at most
                 ran |= {"steps_taken": done.steps, "kept": done.kept}
                 ran["kept_because"] = done.kept_because
-            run.actual["search"] |= ran
+        run.actual["search"] |= ran
         claims = verdicts(run.measured)
         run.finish(seed=config.search.seed, verdict=claims[0] if len(claims) == 1 else None)
         return run.main_result()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from dmx.assignment.facts import Kept, SearchFacts
 from dmx.assignment.rules import ScaleRulesConfig, rules_of
@@ -164,15 +164,17 @@ class RotationConfig:
 class PolishConfig:
     """The discrete polish after any search but uniform (dmx.searching.polish)."""
 
-    rounds: int = 0
-    """At most; 0 = no polish. A round costs about a kl scan of `batches`."""
+    rounds: int | Literal["auto"] = 0
+    """At most; 0 = no polish. A round costs about a kl scan of `batches`. auto: of the command `search` alone, which
+    knows what becomes of the weights."""
     batches: int | None = None
     """That a round measures on; null = 4, or half of fewer than 8. Up to four times as many of the
     others verify what it proposes; where none is left, the same ones do. If more are left, each round
     measures on other ones, until all had their turn."""
 
     def __post_init__(self) -> None:
-        _check_count("search.polish.rounds", self.rounds, 0)
+        if self.rounds != "auto":
+            _check_count("search.polish.rounds", self.rounds, 0)
         if self.batches is not None:
             _check_count("search.polish.batches", self.batches, 1)
             if not self.rounds:
@@ -180,6 +182,12 @@ class PolishConfig:
                     f"search.polish.batches={self.batches} with search.polish.rounds=0: there is no "
                     "polish. Set search.polish.rounds, for example 12, or leave both."
                 )
+
+    @property
+    def count(self) -> int:
+        """`rounds` of a `SearchConfig`, which has no auto."""
+        assert self.rounds != "auto"
+        return self.rounds
 
 
 @dataclass(kw_only=True)
@@ -520,6 +528,11 @@ class SearchConfig(SearchSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_used()
+        if self.polish.rounds == "auto":
+            raise SearchConfigError(
+                "search.polish.rounds=auto is for the command `search`, which knows what becomes of the weights and where the "
+                "model is. Give a number: search.polish.rounds=12, or 0 for no polish."
+            )
         if self.name == "weight_mse" and self.choices == "separate":
             raise SearchConfigError(
                 "search.choices=separate with search.name=weight_mse: the error of the weights says "
@@ -591,7 +604,7 @@ class SearchConfig(SearchSettings):
             name=self.name,
             family=family if isinstance(family, str) else tuple(family),
             seed=self.seed,
-            polish_rounds=self.polish.rounds,
+            polish_rounds=self.polish.count,
             path=path,
             input_path=None if input_path == path else input_path,
             kept=kept,

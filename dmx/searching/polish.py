@@ -272,7 +272,7 @@ class Polish:
         scores = self.gains.scores(self.choice)
         best, kl, tried = self._best_nearby(scores, lambda c: self.divergence(c, bank), now)
         self.fruitless = self.fruitless + 1 if best is self.choice else 0
-        is_last = self.is_finished or len(self.rows) == self.config.polish.rounds
+        is_last = self.is_finished or len(self.rows) == self.config.polish.count
         if best is self.choice and is_last:
             # Room that the last measurement says to use, though no proposal of its own verified it.
             best = self.gains.maximal(best)
@@ -286,7 +286,7 @@ class Polish:
     def run(self) -> None:
         """All rounds that are left."""
         self.resume()
-        asked = self.config.polish.rounds
+        asked = self.config.polish.count
         done = max(0, len(self.rows) - 1)  # the first row is of the start
         if self.is_finished or done >= asked:
             return

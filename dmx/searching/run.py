@@ -233,7 +233,7 @@ def _search(
         torch.enable_grad(),
         torch.autocast(device.type, enabled=False),
     ):
-        if not (config.descends or config.name in SCANS or config.polish.rounds):
+        if not (config.descends or config.name in SCANS or config.polish.count):
             # The others run the model themselves, and look at what it gives.
             _check_outputs(model, listed[0][:1])
         outcome = job.run()
@@ -434,7 +434,7 @@ class _Job:
 
     def polish(self, outcome: _Outcome) -> _Outcome:
         """The outcome, made better where the config asks for it."""
-        if not self.config.polish.rounds:
+        if not self.config.polish.count:
             return outcome
         polish = Polish(
             self.model,

@@ -119,6 +119,8 @@ def search_settings(record: Record) -> dict[str, Any]:
     settings = flatten(record.requested["search"])
     if isinstance(formats := settings.get("family"), list):
         settings["family"] = get_family(formats).name
+    if settings.get("polish.rounds") == "auto":  # as many as it became
+        settings["polish.rounds"] = flatten(record.actual).get("search.polish.rounds", 0)
     return settings
 
 

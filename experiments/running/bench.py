@@ -297,7 +297,7 @@ class Bench:
     ) -> tuple[Assignment, dict[str, Any]]:
         """What a search finds, and facts of it."""
         reset_gpu_peak(self.run.device)
-        leaves_files = config.descends or config.polish.rounds > 0
+        leaves_files = config.descends or config.polish.count > 0
         joint = config.name == "joint"
         batches = self.learned_batches(config.seed) if joint else self.batches(config.seed)
         if self._stream is not None and config.descends:

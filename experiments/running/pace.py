@@ -181,7 +181,7 @@ class Pace:
         )
         self.unknown = [
             name for name, asked in (
-                ("the polish", plan.search.polish.rounds > 0),
+                ("the polish", plan.search.polish.count > 0),
                 ("rounding the weights", plan.weights in ("gptq", "local_hessian")),
                 ("selecting inputs", plan.search.transform == "hadamard_selected"),
             ) if asked

@@ -2,7 +2,8 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from dmx.assignment.budget import Budget
 from dmx.formats import BLOCK_FORMATS, MX_FORMATS, BitUnit, BlockFormat, check_choice
@@ -12,6 +13,7 @@ from dmx.searching.config import SCANS, SEARCHES, PolishConfig, RotationConfig, 
 
 from ..reporting.record import HEURISTICS
 from .bench import Bench, check_windows
+from .polishing import automatic_rounds, polished_rounds, with_rounds
 from .settings import CalibrationConfig, ConfigError, EvaluationConfig, check_at_least
 
 _POLISH = "+polish"
@@ -204,11 +206,23 @@ class SearchPlan:
         settings."""
         scans = set(SCANS) & set(self.opponents)
         self.search.check_used(also=["score_batches"] if scans else [])
-        asked = [self.search.for_search(self.search.name)]
+        asked = [with_rounds(self.search, polished_rounds()).for_search(self.search.name)]
         asked += [self.opponent(name, "") for name in self.opponents]
         for settings in asked:
             if calibration_batches is not None:
                 settings.check_batches(calibration_batches)
+
+    def settled(self, bench: Bench) -> tuple["SearchPlan", dict[str, Any]]:
+        """With a number where search.polish.rounds=auto, and facts of it for the record."""
+        if self.search.polish.rounds != "auto":
+            return self, {}
+        batches, run = len(bench.batches(self.search.seed)), bench.run
+        rounds, because = automatic_rounds(
+            self.weights, batches, run.device, by_block=run.memory == "block"
+        )
+        run.say(f"search.polish.rounds=auto is {rounds}: {because}")
+        facts = {"polish": {"rounds": rounds, "because": because}}
+        return replace(self, search=with_rounds(self.search, rounds)), facts
 
     def opponent(self, name: str, learned: str | None) -> SearchConfig:
         """What another search, `uniform` too, is asked to do beside this one: the same, unpolished.

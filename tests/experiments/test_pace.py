@@ -206,6 +206,9 @@ def test_a_run_says_at_once_how_long_it_takes_and_at_its_end_what_it_was(
     code, _, err = run(search, *arguments)
     assert code == 0, err
     assert "What it did of adaptive was not timed." in err
+    assert "search.polish.rounds=auto is 0: 2 calibration batches are too few" in err
+    ran = json.loads((tmp_path / "out" / "record.json").read_text())["actual"]["search"]
+    assert ran["polish"]["rounds"] == 0 and ran["kept"] == "scores"
     pace = json.loads((tmp_path / "out" / "record.json").read_text())["pace"]
     assert pace["plain_step_shape"] == [1, 64] and pace["not_expected"] == []
     assert pace["expected_plain_steps"] == pytest.approx(sum(pace["expected_stages"].values()))

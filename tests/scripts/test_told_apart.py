@@ -12,7 +12,7 @@ from dmx.weights.learn_config import LearnConfig
 from experiments.reporting.groups import group_rows
 from experiments.reporting.pages.overview import readme_table
 from experiments.reporting.pages.quality import quality_pages
-from experiments.reporting.pooling import pooled
+from experiments.reporting.pooling import pooled, search_settings
 from experiments.reporting.record import Limit, Method, Record
 from experiments.reporting.stages import stage_text, usual_drawn, with_stage
 from scripts.make_tables import RECORDS, presets
@@ -152,6 +152,13 @@ def test_an_adaptive_search_is_called_by_what_it_kept_where_its_seeds_agree():
     ):
         (group,) = group_rows([replace(row, seed=seed) for seed, row in enumerate(rows)])
         assert group.method.base == says and len(group.seeds) == 2
+
+
+def test_an_automatic_polish_is_told_by_what_it_became():
+    asked = {**REAL.requested, "search": {**REAL.requested["search"], "polish": {"rounds": "auto"}}}
+    record = replace(REAL, requested=asked, actual={"search": {"polish": {"rounds": 12}}})
+    assert search_settings(record)["polish.rounds"] == 12
+    assert search_settings(replace(record, actual={}))["polish.rounds"] == 0
 
 
 def test_seeds_pool_whatever_draws_their_batches():

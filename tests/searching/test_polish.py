@@ -351,6 +351,10 @@ def test_impossible_settings_are_refused(tiny):
     for options, words in (
         ({"polish_rounds": -1}, r"search\.polish\.rounds=-1 must be at least 0"),
         ({"polish_rounds": 1.5}, r"search\.polish\.rounds=1\.5 must be a whole number"),
+        (
+            {"polish_rounds": "auto"},
+            r"auto is for the command `search`, .*search\.polish\.rounds=12",
+        ),
         ({"polish_batches": 0}, r"search\.polish\.batches=0 must be at least 1"),
         ({"polish_batches": 2}, r"search\.polish\.batches=2 with search\.polish\.rounds=0"),
     ):
