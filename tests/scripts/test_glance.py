@@ -9,7 +9,7 @@ from experiments.reporting.pages.overview import readme_table
 from experiments.reporting.pages.quality import quality_pages
 from experiments.reporting.record import Limit, Method, Record, Row
 
-from ..experiments.helpers import FULL, method, row
+from ..experiments.helpers import FULL, method, row, uniform
 from .test_make_tables import PRESETS, compared
 
 BUDGETS = (4.25, 4.5, 5.0)
@@ -124,6 +124,37 @@ def test_inputs_in_a_format_of_their_own_have_lines_and_a_sentence():
     readme = readme_table(records, PRESETS, None)
     assert f"| dMX joint + learned weights, W4A8 | {text(3.08)} | {text(3.05)} |  |  |" in readme
     assert f"{note}; one seed." in readme[-1]
+
+
+def test_readme_has_what_engines_load_in_fused_units():
+    served = replace(
+        JOINT, family="mxfp8_mxfp4", units="fused", scale_rules=f"{EVEN}, mxfp8_e4m3 rceil"
+    )
+    theirs = replace(served, search="fisher", path="element")
+    scaled = replace(JOINT, family="nvfp4 fp8 bf16", units="fused", scale_rules="floor")
+    flat = replace(scaled, search="fisher", path="element")
+    limit = Limit(6.0, "bits_per_element")
+    steps = {"format_counts": MIXED, "weights": {"name": "learned", "steps": 300, "lr": 2e-4}}
+    once = steps | {"format_counts": {"weight": {"q": {"nvfp4": 7}}}, "bits_per_element": 4.5}
+    rows = [
+        *searched(served, {4.5: 3.2}),
+        *searched(theirs, {4.5: 3.3}),
+        replace(row(scaled, 3.1, 6.0, **steps), budget=limit),
+        replace(row(flat, 3.15, 6.0, **steps), budget=limit),
+        replace(row(flat, 3.4, 4.5, **once), budget=replace(limit, limit=4.5)),
+        row(uniform("fp8"), 3.05, None, bits_per_element=8.0),
+    ]
+    lines = readme_table([BF16, plain(), compared(*rows)], PRESETS, None)
+    name = "+ learned weights, mxfp4/mxfp8_e4m3, fused units |"
+    assert f"| best heuristic {name} {text(3.3)} |  |  |" in "\n".join(lines)
+    assert f"| dMX joint {name} {text(3.2)} |  |  |" in "\n".join(lines)
+    assert (
+        f"nvfp4/fp8/bf16, fused units, learned weights, 300 steps: dMX {text(3.1)} at 6 bits with scales "
+        f"(best heuristic {text(3.15)}); nvfp4 everywhere {text(3.4)} at 4.5, one seed; to nearest, fp8 "
+        f"{text(3.05)} at 8."
+    ) in lines
+    methods = quality_pages([BF16, compared(*rows)], PRESETS).texts["quality_methods.md"]
+    assert f"{text(3.4)} (1), all nvfp4 |" in methods
 
 
 def test_another_rule_of_the_inputs_is_another_setting():

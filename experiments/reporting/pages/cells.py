@@ -82,6 +82,11 @@ def verdict(group: Group, reference: Group) -> str:
 
 
 def cheapest_format(method: Method) -> Format:
-    """Of the family of a method, which its name or its formats one by one say."""
+    """Of the family of a method."""
+    return formats_of(method)[0]
+
+
+def formats_of(method: Method) -> tuple[Format, ...]:
+    """The family of a method, which its name or its formats one by one say."""
     family = method.family or USUAL_FAMILY
-    return get_family(family.split() if " " in family else family).formats[0]
+    return get_family(family.split() if " " in family else family).formats

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dmx.formats import get_family
-
 from ..groups import Group, group_rows
 from ..markdown import markdown
 from ..pooling import (
@@ -21,7 +19,7 @@ from ..pooling import (
 )
 from ..record import USUAL_FAMILY, Limit, Method, Record
 from ..stages import LEARNED
-from .cells import best_heuristic, mean_perplexity
+from .cells import best_heuristic, formats_of, mean_perplexity
 from .glance import Setting, inputs_notes, only_format, settings_of
 
 README_LIMITS = (4.0, 4.5, 5.0, 5.5)
@@ -136,8 +134,7 @@ def _setting_lines(setting: Setting, method: Method) -> list[tuple[str, Mapping[
 
 def _family_text(method: Method) -> str:
     """Its candidate formats."""
-    family = method.family or USUAL_FAMILY
-    return "/".join(f.name for f in get_family(family.split() if " " in family else family).formats)
+    return "/".join(f.name for f in formats_of(method))
 
 
 def _scaled_text(setting: Setting, rounded: Sequence[Group]) -> str:

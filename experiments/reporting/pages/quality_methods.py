@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..differences import is_alike
 from ..groups import Group, budget_cell
 from ..markdown import markdown
-from ..pooling import Tables, by_text, ordered, unquantized
+from ..pooling import Table, Tables, by_text, ordered, unquantized
 from ..projections import PROJECTIONS
-from .cells import by_budget, cheapest_format, perplexity_text, references
+from .cells import by_budget, cheapest_format, formats_of, perplexity_text, references
+from .glance import is_flat, only_format
 
 
 def methods_page(tables: Tables, test: Tables) -> str:
@@ -24,7 +26,7 @@ def methods_page(tables: Tables, test: Tables) -> str:
         "nothing else is said.",
     ]
     for table, groups in ordered(test):
-        line = references([*groups, *unquantized(tables, table.model, table.text)])
+        line = references([*_uniform(test, table), *unquantized(tables, table.model, table.text)])
         lines += [
             "",
             f"## {table.title}",
@@ -38,6 +40,23 @@ def methods_page(tables: Tables, test: Tables) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _uniform(tables: Tables, table: Table) -> list[Group]:
+    """One format everywhere, of those that searches of the table choose from; of its own those too that no table has."""
+    return [
+        g
+        for other, groups in tables.items()
+        for g in groups
+        if g.method.is_uniform and (other.model, other.text) == (table.model, table.text)
+        if _chooses(table, g) or (other == table and not any(_chooses(t, g) for t in tables))
+    ]
+
+
+def _chooses(table: Table, uniform: Group) -> bool:
+    """Whether searches of the table choose from formats with this one, with all else alike."""
+    is_known = uniform.method.format in {f.name for f in formats_of(table.shared)}
+    return is_known and is_alike(uniform.method, table.shared)
+
+
 def method_table(groups: Sequence[Group]) -> list[str]:
     """Method x budget."""
     searched = [g for g in groups if g.budget is not None and g.method.is_searched]
@@ -47,8 +66,14 @@ def method_table(groups: Sequence[Group]) -> list[str]:
     rows = []
     for label in sorted(ours, key=lambda name: ours[name]):
         of = [cells.get((label, budget)) for budget in budgets]
-        rows.append([label, *(f"{perplexity_text(g)} ({len(g.rows)})" if g else "–" for g in of)])
+        rows.append([label, *(_cell(g) if g else "–" for g in of)])
     return markdown(["method", *map(budget_cell, budgets)], rows)
+
+
+def _cell(group: Group) -> str:
+    """Says where all layers have one format: the search is then another name of it."""
+    name = only_format(group)
+    return f"{perplexity_text(group)} ({len(group.rows)}){f', all {name}' if name else ''}"
 
 
 def kept_high(tables: Tables) -> list[str]:
@@ -71,7 +96,7 @@ def kept_high(tables: Tables) -> list[str]:
         sides = ("weight", "input") if table.shared.choices == "separate" else ("weight",)
         for group in sorted(groups, key=by_budget):
             counts = [row.format_counts for row in group.rows if row.format_counts]
-            if group.budget is None or not group.method.is_searched or not counts:
+            if group.budget is None or not group.method.is_searched or not counts or is_flat(group):
                 continue
             cheapest = cheapest_format(group.method).name
             for side in sides:
