@@ -32,8 +32,9 @@ Peers. compressed-tensors 0.20 has these scales bit for bit for float32 tensors 
 times the rounded reciprocal of amax: the last bit is another for 28 % of amaxes, here the quotient's. For bf16 tensors it rounds
 amax(block) / 6 to bf16 before it multiplies by G, which is not followed. A scale that rounds to 0 is 0.125 there, 2**-9
 here; one of a row below 2**-126 is subnormal there, 2**-126 here. Its fp8 scale has the dtype of the tensor, and transformers holds it in bf16 whatever the file says: amax/448
-follows that for all dtypes, so that loaded weights are the same. vLLM's is amax/448_float32. ModelOpt keeps 1/G and multiplies by it, which
-differs in the last bit of float32.
+follows that for all dtypes, so that loaded weights are the same. vLLM's is amax/448_float32, and so is ModelOpt
+0.47's, codes and scales bit for bit, a row or a tensor, but for subnormal scales. Of nvfp4 ModelOpt keeps 1/G and multiplies by it,
+which differs in the last bit of float32.
 
 Source: NVFP4 and FP8 dynamic as in compressed-tensors 0.20, `quantization/utils/helpers.py`; Four Over Six,
 arXiv 2512.02010, for the rule of that name (with the global scale above).
