@@ -32,7 +32,7 @@ class SearchRun(SearchingRun):
 
     budget: Budget
     baselines: list[str]
-    """Rows beside the search: bf16, uniform (every MX format) or names of MX formats, kl and other
+    """Rows beside the search: bf16, uniform (every MX format) or names of formats, kl and other
     heuristics."""
     pace: bool
     """Time plain training steps first and between the stages, say how long the run will take here, and count its

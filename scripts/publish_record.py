@@ -38,8 +38,8 @@ FROM_LIKE = ("model", "data", "calibration", "evaluation", "training")
 ACTUAL = ("run", "model", "backend", "gpu", "processes")
 """Of what ran, what the machine and those settings decide."""
 DATA = re.compile(r"^/.*/data/")
-PRIVATE = re.compile(r"""(?:^|[\s"'(=:,])/[\w.-]+/""")
-"""How a path of a machine begins; no URL and no `a/b`."""
+PRIVATE = re.compile(r"(?:^|[^\w./~*)\]}>-])/[\w.-]+/|^/")
+"""How a path of a machine begins; no URL, no `a/b` and no `<a folder>/b`."""
 
 
 # --- what a run left -------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def read_run(source: Path, like: Path | None = None) -> dict[str, Any]:
     path = source / "record.json" if source.is_dir() else source
     if not path.exists() and (source / "rows").is_dir():
         body = _of_rows(source, like)
-    elif like is not None:
+    elif like is not None and path.exists():
         raise RunError(
             f"--like={like}: {path} is a finished run and states everything itself. Leave --like out."
         )

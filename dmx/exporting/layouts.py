@@ -190,4 +190,5 @@ def _oldest(layout: Layout, layers: Layers) -> dict[str, tuple[str, BlockFormat]
 
 def _numbers(version: str) -> tuple[int, ...]:
     """0.20.0a2 -> (0, 20, 0): what is before a release counts as it."""
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
+    found = map(int, re.findall(r"\d+", version))
+    return (*found, 0, 0)[:3]

@@ -33,7 +33,8 @@ from dmx.searching.config import SearchConfig, SearchSettings
 FEWEST_BATCHES = 8
 """Below, a descent would have so few batches, and a judgement so few rows, that neither says anything."""
 HELD_SHARE = 4
-"""One batch of so many is held out of the descent."""
+"""One batch of so many is held out of the descent, not of the scores, which know all that they are measured on: a
+descent that is kept beat them on text of theirs."""
 MOST_PASSES = 4
 """Over the batches of the descent."""
 JUDGED = 5

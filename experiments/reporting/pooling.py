@@ -119,8 +119,11 @@ def search_settings(record: Record) -> dict[str, Any]:
     settings = flatten(record.requested["search"])
     if isinstance(formats := settings.get("family"), list):
         settings["family"] = get_family(formats).name
-    if settings.get("polish.rounds") == "auto":  # as many as it became
-        settings["polish.rounds"] = flatten(record.actual).get("search.polish.rounds", 0)
+    if settings.get("polish.rounds") == "auto":
+        # As many as it became; a comparison, whose searches are polished by name, has the usual number.
+        del settings["polish.rounds"]
+        became = flatten(record.actual).get("search.polish.rounds")
+        settings |= {} if became is None else {"polish.rounds": became}
     return settings
 
 

@@ -217,9 +217,8 @@ class SearchPlan:
         if self.search.polish.rounds != "auto":
             return self, {}
         batches, run = len(bench.batches(self.search.seed)), bench.run
-        rounds, because = automatic_rounds(
-            self.weights, batches, run.device, by_block=run.memory == "block"
-        )
+        is_whole = run.memory != "block" and not run.shards
+        rounds, because = automatic_rounds(self.weights, batches, run.device, is_whole=is_whole)
         run.say(f"search.polish.rounds=auto is {rounds}: {because}")
         facts = {"polish": {"rounds": rounds, "because": because}}
         return replace(self, search=with_rounds(self.search, rounds)), facts

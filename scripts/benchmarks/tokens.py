@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dmx.errors import RunError
+from dmx.errors import DmxError, RunError
 from dmx.files import check_writable
 
 from ..claiming import claimed
@@ -97,6 +97,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     asked = parse()
+    unpublished = 0
     for tokens in asked.tokens:
         for rule in asked.rules:
             name = f"tokens_{rule}_{tokens}"
@@ -109,8 +110,15 @@ def main() -> int:
                 command += cell(tokens, rule, folder, asked)
                 if code := subprocess.run(command, cwd=ROOT).returncode:
                     return code
-            publish(published(read_run(folder)), name, asked.records, force=True)
-    return 0
+            try:
+                publish(published(read_run(folder)), name, asked.records, force=True)
+            except DmxError as error:  # the run itself is there, and the other cells need not wait
+                unpublished += 1
+                by_hand = (
+                    f"python -m scripts.publish_record {folder} {name} --records {asked.records}"
+                )
+                print(f"{name}: {error} By hand: {by_hand}", file=sys.stderr)
+    return 2 if unpublished else 0
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def test_a_search_leaves_everything_and_shows_it_again(run, record_of, tmp_path)
     assert record["actual"]["run"] == {"device": "cpu", "memory": "all"}
     assert record["actual"]["model"] == {"dtype": "float32"}
     page = (folder / "report.html").read_text()
-    assert "All 5 checked settings ran as asked." in page and 'class="differs"' not in page
+    assert "All 6 checked settings ran as asked." in page and 'class="differs"' not in page
     assert record["actual"]["backend"] in ("cpp", "reference")
     assert record["model"]["note"] == "random weights"
     calibration = record["data"]["calibration"]

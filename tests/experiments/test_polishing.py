@@ -12,29 +12,29 @@ from tests.experiments.test_configs import built, composed
 
 
 @pytest.mark.parametrize(
-    ("weights", "batches", "device", "by_block", "reason"),
+    ("weights", "batches", "device", "is_whole", "reason"),
     [
-        ("nearest", 8, "cuda", False, ""),
-        ("nearest", 7, "cuda", False, "7 calibration batches are too few (from 8 on)"),
-        ("nearest", 8, "cpu", False, "not on a GPU"),
-        ("nearest", 8, "cuda", True, "not on a GPU"),
+        ("nearest", 8, "cuda", True, ""),
+        ("nearest", 7, "cuda", True, "7 calibration batches are too few (from 8 on)"),
+        ("nearest", 8, "cpu", True, "not on a GPU"),
+        ("nearest", 8, "cuda", False, "block by block or sharded"),
         *(
-            (name, 8, "cuda", False, f"weights={name} changes")
+            (name, 8, "cuda", True, f"weights={name} changes")
             for name in ("mse", "gptq", "learned")
         ),
     ],
 )
 def test_auto_is_a_polish_where_its_gain_stays_and_costs_little(
-    weights, batches, device, by_block, reason
+    weights, batches, device, is_whole, reason
 ):
-    rounds, because = automatic_rounds(weights, batches, torch.device(device), by_block=by_block)
+    rounds, because = automatic_rounds(weights, batches, torch.device(device), is_whole=is_whole)
     assert rounds == (0 if reason else polished_rounds()) and reason in because
     assert polished_rounds() == 12
 
 
 def test_a_plan_takes_what_the_run_has_and_says_so():
     said = []
-    run = SimpleNamespace(device=torch.device("cuda"), memory="all", say=said.append)
+    run = SimpleNamespace(device=torch.device("cuda"), memory="all", shards=False, say=said.append)
     bench = SimpleNamespace(run=run, batches=lambda seed: [torch.zeros(1)] * 8)
     config = built("search.polish.batches=2", "calibration.batches=8")
     plan, facts = config.plan.settled(bench)

@@ -124,6 +124,8 @@ def test_a_training_is_published_too():
     [
         ({}, (), f"model.id is '{MODEL}'"),
         ({"warnings": (f"see {FOLDER}/x, /opt/own/y",)}, ("--model", "m"), r"warnings.0 = 'see outputs/compare/x, /opt"),
+        ({"warnings": ("see [/opt/own/y]",)}, ("--model", "m"), "warnings.0 = 'see [/opt/own/y]'"),
+        ({"warnings": ("/own",)}, ("--model", "m"), "warnings.0 = '/own'"),
         ({"warnings": ("x" * 100_000,)}, ("--model", "m"), "100,000 are allowed"),
         ({"command": 3}, ("--model", "m"), "the record.command is 3, expected str"),
         ({}, ("--model", "m", "--like", "z"), "Leave --like out"),

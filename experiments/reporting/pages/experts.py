@@ -103,7 +103,7 @@ def _unreached(groups: Sequence[Group]) -> list[str]:
     if all(bits.values()) and min(bits[True]) < min(bits[False]):
         said.append(
             f"Units of a block are coarse: choices reach {min(bits[True]):.3f} bits where those for each expert reach "
-            f"{min(bits[False]):.3f}, which is a part of what the latter gain."
+            f"{min(bits[False]):.3f}, so the two are not of equal bits."
         )
     lost = next((n for g in groups if g.method.experts and (n := _counts(g).count(0))), 0)
     if lost:

@@ -42,6 +42,7 @@ README_METHODS = (
     replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
     replace(_LEARNED, input_format="mxfp8_e4m3"),
 )
+"""Scale rules are those of the weights, as in `Setting.key`."""
 SERVED_METHOD = replace(
     _LEARNED,
     family="mxfp8_mxfp4",
@@ -53,7 +54,6 @@ SCALED_METHOD = replace(
     _LEARNED, family="nvfp4 fp8 bf16", units="fused", scale_rules="floor", stage="300 steps"
 )
 """Such formats too, whose budgets count scales; a sentence below the table."""
-"""Scale rules are those of the weights, as in `Setting.key`."""
 README_FORMATS = ("mxfp4", "mxfp6_e2m3")
 """Of the uniform formats those that searches choose from."""
 

@@ -93,19 +93,16 @@ def _beside_best(
         ]
         if others:
             best = [_best_under(kind, others) for kind in kinds]
-            named = dict.fromkeys(r.actual["label"] for r in best if r is not None)
+            named = {r.actual["label"]: r for r in best if r is not None}
             asked = record.requested
             yield [
                 f"{asked['tokens']:,}, {asked['units']}",
                 _candidates(record),
                 f"{asked['limit']:g}",
                 record.actual["label"],
-                f"{_whole_seconds(record, records):.0f}",
+                _whole_seconds(record, records),
                 "; ".join(named),
-                "; ".join(
-                    f"{_whole_seconds(next(r for r in others if r.actual['label'] == n), records):.0f}"
-                    for n in named
-                ),
+                "; ".join(_whole_seconds(r, records) for r in named.values()),
                 *(_change(kind, record, other) for kind, other in zip(kinds, best, strict=True)),
             ]
 
@@ -130,17 +127,17 @@ def _change(kind: tuple[str, str], ours: Record, other: Record | None) -> str:
     return "" if own is None or theirs is None else f"{100 * (own / theirs - 1):+.1f}"
 
 
-def _whole_seconds(record: Record, records: Sequence[Record]) -> float:
-    """Of a result, with those of the fastest search that chose the formats of finished weights."""
+def _whole_seconds(record: Record, records: Sequence[Record]) -> str:
+    """Of a result, with those of the fastest search that chose the formats of finished weights; a dash where none did."""
     seconds: float = record.actual["seconds"]
     if record.actual["gives"] != "weights":
-        return seconds
+        return f"{seconds:.0f}"
     chose = [
         r.actual["seconds"]
         for r in records
         if r.actual["gives"] == "formats" and r.actual["formats"] == record.actual["formats"]
     ]
-    return seconds + min(chose, default=0.0)
+    return f"{seconds + min(chose):.0f}" if chose else "–"
 
 
 def _section(records: Sequence[Record]) -> list[str]:
