@@ -103,7 +103,7 @@ class Part(Stored):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept(Stored):
+class SavedWork(Stored):
     """What the file of a run holds, for a start that goes on."""
 
     parts: tuple[Part, ...]
@@ -113,7 +113,7 @@ class Kept(Stored):
     """Of what earlier starts did a part that nobody timed."""
 
     @classmethod
-    def load(cls, path: Path, has_rows: bool) -> "Kept":
+    def load(cls, path: Path, has_rows: bool) -> "SavedWork":
         """Of a file; nothing where there is none.
 
         Args:
@@ -125,10 +125,10 @@ class Kept(Stored):
         if not path.exists():
             return cls(parts=(), running=None, untimed=("its rows",) if has_rows else ())
         try:
-            kept = cls.from_dict(read_json(path), str(path))
-            if any(min(part.before + part.after, default=0.0) <= 0 for part in kept.parts):
+            saved = cls.from_dict(read_json(path), str(path))
+            if any(min(part.before + part.after, default=0.0) <= 0 for part in saved.parts):
                 raise ValueError("a part has no plain steps")
-            return kept
+            return saved
         except ValueError as error:
             raise RunError(
                 f"{path} is damaged ({error}). Delete it: the run goes on, and its work is not counted."
@@ -157,12 +157,12 @@ class TimedWork:
     ) -> None:
         self.path, self.processes = path, processes
         self.time_steps, self.clock = time_steps, clock
-        kept = processes.agree(partial(Kept.load, path, has_rows))
-        self.parts = list(kept.parts)
-        self.untimed = list(kept.untimed)
+        saved = processes.agree(partial(SavedWork.load, path, has_rows))
+        self.parts = list(saved.parts)
+        self.untimed = list(saved.untimed)
         # An evaluation begins anew, so nothing of it is lost; the others go on from where they were.
-        if kept.running is not None and not kept.running.startswith(EVALUATION):
-            self.untimed += [] if kept.running in self.untimed else [kept.running]
+        if saved.running is not None and not saved.running.startswith(EVALUATION):
+            self.untimed += [] if saved.running in self.untimed else [saved.running]
         self._before, self._stages = tuple(before), list[str]()
         self._since = clock()
 
@@ -190,23 +190,24 @@ class TimedWork:
         self._count(at_least=0)
         self._keep(None)
 
-    def _open(self) -> list[Part]:
-        """What ran since the last timing."""
+    def _open(self) -> Part | None:
+        """What ran since the last timing, if anything did."""
         if not self._stages:
-            return []
+            return None
         seconds, stages = self.clock() - self._since, tuple(self._stages)
-        return [Part(stages=stages, seconds=seconds, before=self._before, after=())]
+        return Part(stages=stages, seconds=seconds, before=self._before, after=())
 
     def _count(self, *, at_least: float) -> None:
         """Time plain steps where so many have had the time to run since they were last."""
-        for part in self._open():
-            # Of several processes one decides, since they run these steps together.
-            if self.processes.agree(partial(operator.ge, part.steps, at_least)):
-                after = tuple(self.time_steps())
-                self.parts.append(dataclasses.replace(part, after=after))
-                self._before, self._stages, self._since = after, [], self.clock()
+        part = self._open()
+        # Of several processes one decides, since they run these steps together.
+        if part is not None and self.processes.agree(partial(operator.ge, part.steps, at_least)):
+            after = tuple(self.time_steps())
+            self.parts.append(dataclasses.replace(part, after=after))
+            self._before, self._stages, self._since = after, [], self.clock()
 
     def _keep(self, running: str | None) -> None:
-        parts = (*self.parts, *self._open())
-        kept = Kept(parts=parts, running=running, untimed=tuple(self.untimed))
-        self.processes.agree(lambda: write_json(self.path, kept.to_dict()))
+        part = self._open()
+        parts = (*self.parts, *(() if part is None else (part,)))
+        saved = SavedWork(parts=parts, running=running, untimed=tuple(self.untimed))
+        self.processes.agree(lambda: write_json(self.path, saved.to_dict()))
