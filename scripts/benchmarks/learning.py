@@ -15,7 +15,6 @@ a run that is cut leaves those that it has; seconds and memory of one that did n
 
 import argparse
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,7 @@ from dmx.files import write_json
 from dmx.formats import MXFP4
 from dmx.models.graph import StepGraphs
 from dmx.searching import SearchConfig, uniform_assignment
-from scripts.benchmarks.machine import clear, machine, peak_mib, say, wait
+from scripts.benchmarks.machine import clear, machine, median_seconds, peak_mib, say, wait
 from scripts.benchmarks.shapes import NAMED, TINY, Shape, make_model, make_tokens
 
 STEPS = 20
@@ -90,15 +89,8 @@ def plain_row(model: Any, tokens: Tensor, device: str) -> dict[str, Any]:
             weights, lr=0.0, weight_decay=0.0, fused=True, capturable=device == "cuda"
         )
         graphs = StepGraphs(device == "cuda")
-        times = []
-        for index in range(STEPS + FEW):
-            wait(device)
-            started = time.perf_counter()
-            graphs("plain", step)
-            wait(device)
-            if index >= FEW:
-                times.append(time.perf_counter() - started)
-        found = {"step_seconds": statistics.median(times), "peak_mib": peak_mib(device)}
+        seconds = median_seconds(lambda: graphs("plain", step), device, STEPS, unseen=FEW)
+        found = {"step_seconds": seconds, "peak_mib": peak_mib(device)}
     except torch.OutOfMemoryError:
         found = {"step_seconds": None, "peak_mib": None}
     for weight, is_needed in zip(weights, needed, strict=True):

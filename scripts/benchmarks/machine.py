@@ -4,6 +4,7 @@ import gc
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,23 @@ MIB = 1 << 20
 def wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def median_seconds(call: Callable[[], object], device: str, repeats: int, *, unseen: int) -> float:
+    """Of one call, on the wall clock, the device waited for before and after.
+
+    Args:
+        unseen: calls before those that are timed.
+    """
+    times = []
+    for index in range(unseen + repeats):
+        wait(device)
+        started = time.perf_counter()
+        call()
+        wait(device)
+        if index >= unseen:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def gpu_seconds(call: Callable[[], object], rounds: int) -> float:

@@ -21,7 +21,7 @@ from dmx.errors import DmxError
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import DescentConfig
 from dmx.searching.differentiable import DifferentiableSearch
-from scripts.benchmarks.machine import clear, peak_mib, say, wait
+from scripts.benchmarks.machine import clear, median_seconds, peak_mib, say, wait
 from scripts.benchmarks.report import describe
 from scripts.benchmarks.shapes import (
     GROWTH,
@@ -52,15 +52,8 @@ def time_plain(
     """Median seconds of a plain step and its peak memory in MiB."""
     clear(device)
     there = tokens.to(device)
-    times = []
-    for i in range(repeats + 2):
-        wait(device)
-        started = time.perf_counter()
-        plain_step(model, there)
-        wait(device)
-        if i >= 2:
-            times.append(time.perf_counter() - started)
-    return statistics.median(times), peak_mib(device)
+    seconds = median_seconds(lambda: plain_step(model, there), device, repeats, unseen=2)
+    return seconds, peak_mib(device)
 
 
 class TimedSearch(DifferentiableSearch):
