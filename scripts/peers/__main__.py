@@ -45,7 +45,7 @@ from ..claiming import claimed
 from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench, Texts
 from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request
-from .tools import PEERS, ROOT, asked, check_can, given_pythons, python_of
+from .tools import PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
 FAILED = "failed.json"
@@ -186,6 +186,8 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
                 f"--option {text}: what is asked for takes {', '.join(f'{k}=VALUE' for k in known) or 'none'}."
             )
         options[key] = value
+    if (rule := options.get(RULE, SCALE_RULES[0])) not in SCALE_RULES:
+        raise RunError(f"--option {RULE}={rule}: there are {', '.join(SCALE_RULES)}.")
     return options
 
 
@@ -321,6 +323,8 @@ class Grid:
         assignment = assignment_of(answer, space, bench.model, cell.limit, **facts)
         assignment.save(folder / "assignment.json")
         finished, rule = None, None
+        told = self._options(cell).get(RULE)
+        label = method.label + (f", told {told}" if told else "")
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
@@ -329,7 +333,7 @@ class Grid:
                 bench.row(
                     assignment,
                     quantized=quantized,
-                    label=method.label,
+                    label=label,
                     weight_rule=rule or inputs,
                     input_rule=inputs,
                 )
@@ -341,7 +345,7 @@ class Grid:
                 ours = bench.own_windows(assignment, peer.own_rule, len(answer.own_nll))
                 own = {"rule": peer.own_rule, "theirs": answer.own_nll, "ours": ours}
         facts = {
-            "label": method.label,
+            "label": label,
             "gives": method.gives,
             "formats": answer.formats,
             "seconds": answer.seconds,

@@ -12,6 +12,8 @@ from dmx.errors import RunError
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MXFP = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")
+RULE = "rule"
+"""The option of our searches: the scale rule of weights and inputs that they are told; floor where it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +58,18 @@ PEERS = {
     "ours": Peer(
         worker="ours",
         methods={
-            "kl_per_bit": Method(label="dmx kl_per_bit"),
-            "fisher": Method(label="dmx fisher"),
-            "dmx_40": Method(label="dmx exact, 40 steps"),
-            "dmx_80": Method(label="dmx exact, 80 steps"),
-            "exact": Method(label="dmx exact, 400 steps"),
-            "differentiable": Method(label="dmx differentiable, 400 steps"),
-            "adaptive": Method(label="dmx adaptive"),
-            "kl_per_bit_polish": Method(label="dmx kl_per_bit, polished"),
-            "adaptive_polish": Method(label="dmx adaptive, polished"),
+            name: Method(label=f"dmx {label}", takes=(RULE,))
+            for name, label in {
+                "kl_per_bit": "kl_per_bit",
+                "fisher": "fisher",
+                "dmx_40": "exact, 40 steps",
+                "dmx_80": "exact, 80 steps",
+                "exact": "exact, 400 steps",
+                "differentiable": "differentiable, 400 steps",
+                "adaptive": "adaptive",
+                "kl_per_bit_polish": "kl_per_bit, polished",
+                "adaptive_polish": "adaptive, polished",
+            }.items()
         },
     ),
     "ours_weights": Peer(
@@ -77,6 +82,12 @@ PEERS = {
                 takes=("learn_steps",),
             ),
             "gptq": Method(label="dmx GPTQ", gives="weights", after="auto_round:auto_scheme"),
+            "adaptive_learned": Method(
+                label="dmx adaptive, then learned",
+                gives="weights",
+                after="ours:adaptive",
+                takes=("learn_steps",),
+            ),
             "adaptive_polish_learned": Method(
                 label="dmx adaptive, polished, then learned",
                 gives="weights",

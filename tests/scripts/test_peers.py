@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -166,6 +167,18 @@ def test_our_descent_is_that_of_the_preset():
     assert polished.polish.rounds == ours.ROUNDS
 
 
+def test_our_searches_are_told_a_rule(tmp_path):
+    request = Request(
+        method="adaptive", model="", dtype="float32", device="cpu", formats=FAMILY, units=[["a"]],
+        limit=5.0, seed=0, given=None, own_windows=0, options={"rule": "even"},
+    )  # fmt: skip
+    told = ours.config_of(SimpleNamespace(request=request)).scale_rules.by_format()
+    assert {told[o]["mxfp4"] for o in ("weight", "input")} == {"even"}
+    usual = dataclasses.replace(request, options={})
+    told = ours.config_of(SimpleNamespace(request=usual)).scale_rules.by_format()
+    assert {told[o]["mxfp4"] for o in ("weight", "input")} == {"floor"}
+
+
 @pytest.mark.parametrize("rows, batches", [(1, 1), (16, 16), (64, 32), (96, 32), (500, 125)])
 def test_batches_of_a_search_have_rows_alike(rows, batches):
     found = ours.batches_of(torch.arange(rows)[:, None])
@@ -205,6 +218,7 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
     [
         (["--budgets", "nan"], "--budgets [nan]"),
         (["--family", "mxfp4", "other"], "nothing to run"),
+        (["--option", "rule=round"], "--option rule=round: there are floor, ceil, even, rceil."),
         (["--out", "/proc/peers"], "/proc/peers"),
         (["--device", "tpu"], "--device 'tpu'"),
         (
@@ -358,6 +372,7 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
 WORKER = """#!{python}
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 from scripts.claiming import claimed
 from scripts.peers.protocol import end_with

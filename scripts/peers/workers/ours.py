@@ -9,6 +9,7 @@ import torch
 from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget
+from dmx.assignment.rules import ScaleRulesConfig
 from dmx.searching import SearchConfig, search, search_space
 from dmx.searching.config import DescentConfig, PolishConfig
 from dmx.weights.gptq import gptq
@@ -40,6 +41,8 @@ def config_of(cell: Cell) -> SearchConfig:
     asked = cell.request
     units = "fused" if any(len(unit) > 1 for unit in asked.units) else "layer"
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
+    if (rule := asked.options.get("rule")) is not None:
+        shared["scale_rules"] = ScaleRulesConfig(weight=rule, input=rule)
     exact: dict[str, Any] = {"objective": "kl", "descent": DescentConfig(**EXACT)}
     method = "kl_per_bit" if asked.given else asked.method
     if method.endswith(POLISHED):
