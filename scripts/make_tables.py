@@ -168,7 +168,9 @@ def outputs() -> Made:
         made |= {RESULTS / name: figure for name, figure in figures.items()}
     if peers := [r for r in records.values() if r.command == PEERS]:
         with told_of(f"{RECORDS}, records of scripts.peers"):
-            made[RESULTS / "peers.md"] = peers_page(peers)
+            text, figures = peers_page(peers)
+        made[RESULTS / "peers.md"] = text
+        made |= {RESULTS / name: figure for name, figure in figures.items()}
     if exports := [r for r in records.values() if r.command == "export"]:
         with told_of(f"{RECORDS}, records of exports"):
             made[RESULTS / "export.md"] = export_page(exports)

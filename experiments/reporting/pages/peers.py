@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
 from ..markdown import markdown
-from ..record import Record, Row, TextFacts
+from ..record import Record
+from .peers_against import against_others, verdict
+from .peers_curves import by_tokens
+from .peers_results import (
+    Kind,
+    Result,
+    by_place,
+    candidates,
+    label_of,
+    mean_text,
+    place_text,
+    results_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COMMAND = "peers"
-HEAD = ("tool", "candidates", "budget", "bits")
-OURS = ("ours", "ours_weights")
-"""Peers that are this project."""
-SHOWN = ("adaptive", "adaptive_polish", "kl_per_bit_learned", "adaptive_polish_learned")
-"""Of our methods those that are held against other tools: the default search with and without its polish, and what learns
-after a search of ours."""
+HEAD = ("tool", "budget", "bits", "seeds")
 CHECKS = (
     "tool",
     "candidates",
-    "budget",
-    "tokens",
     "dtype",
+    "cells",
     "windows",
     "its own, nats/token",
     "ours under its rule",
@@ -28,216 +38,177 @@ CHECKS = (
 )
 
 
-def peers_page(records: Sequence[Record]) -> str:
-    """A section for what is comparable: one model, its texts, units, calibration tokens and machine."""
-    sections: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        sections.setdefault(_place(record), []).append(record)
+def peers_page(records: Sequence[Record]) -> tuple[str, dict[str, Figure]]:
+    """The page and its pictures; a section for what is comparable: one model, its texts, units, machine and number of
+    calibration tokens."""
+    results = results_of(records)
+    said, curves, figures = by_tokens(results)
+    about = (
+        "Other tools' automatic formats on the same model, calibration tokens, candidates, units and budget, all "
+        "measured by one evaluator: perplexity of the formats alone, weights to nearest, by each scale rule for weights "
+        "and inputs. `weights` rows are a tool's finished weights."
+    )
     lines = [
         "# peers",
         "",
-        "Other tools' automatic formats on the same model, calibration tokens, candidates, units and budget, all "
-        "measured by one evaluator: perplexity of the formats alone, weights to nearest, by each scale rule for weights "
-        "and inputs. `weights` rows are a tool's finished weights. How to run it: `python -m scripts.peers -h`, "
-        "`make peers` for the tools.",
+        " ".join(text for text in (verdict(results), said, about) if text),
+        "",
+        "How to run it: `python -m scripts.peers -h`, `make peers` for the tools. Means over seeds ± their standard error, "
+        "seconds as medians; another seed draws other calibration tokens, and one seed has no error.",
     ]
-    lines += _against_others([sections[place] for place in sorted(sections, key=str)])
-    for place in sorted(sections, key=str):
-        lines += ["", *_section(sections[place])]
-    lines += ["", *_checks(records), "", *_notes(records)]
-    return "\n".join(lines).rstrip() + "\n"
+    lines += [*against_others(results), *curves]
+    for place in by_place(results):
+        for tokens in sorted({r.tokens for r in place}):
+            lines += ["", *_section([r for r in place if r.tokens == tokens])]
+    lines += [*_checks(records), "", *_notes(records)]
+    return "\n".join(lines).rstrip() + "\n", figures
 
 
-def _place(record: Record) -> tuple[Any, ...]:
-    evaluation = record.data["evaluation"]
-    asked = record.requested
-    return (
-        record.model.id,
-        record.model.dtype,
-        asked["units"],
-        asked["tokens"],
-        evaluation.sha256,
-        record.data["calibration"].sha256,
-        record.device.name,
-    )
-
-
-def _against_others(sections: Sequence[Sequence[Record]]) -> list[str]:
-    """Our default search and finished weights beside the best that another tool gave for the same request."""
-    kinds = list(dict.fromkeys(k for of in sections for r in of for k in map(_kind, r.rows)))
-    lines = [line for of in sections for line in _beside_best(of, kinds)]
-    if not lines:
-        return []
-    head = ["tokens, units", "candidates", "budget", "ours", "s", "best other tool", "s"]
-    return [
+def _section(results: Sequence[Result]) -> list[str]:
+    """Of one place and number of tokens: tables by candidates of perplexity, of weights alone, and of tasks."""
+    first = results[0].first
+    lines = [
+        f"## {place_text(first)}, {first.requested['tokens']:,} calibration tokens",
         "",
-        "## Against the best other tool",
-        "",
-        "Perplexity of ours minus that of the other tool that is best under the rule, %; formats alone against formats alone, "
-        "finished weights against finished weights, whose seconds hold those of choosing their formats. Our searches "
-        "were told the rule floor. Where auto-round's notes below say amp off, its seconds are those of float32.",
-        "",
-        *markdown([*head, *(f"{quantized}, {rules}" for quantized, rules in kinds)], lines),
+        _texts(first),
     ]
+    for family in sorted({r.family for r in results}):
+        of = [r for r in results if r.family == family]
+        of.sort(key=lambda r: (r.limit, _best(r), r.label))
+        lines += ["", f"Candidates {candidates(family)}:", "", *_perplexities(of)]
+        lines += _weights_alone(of)
+        lines += _tasks(of)
+    return lines
 
 
-def _beside_best(
-    records: Sequence[Record], kinds: Sequence[tuple[str, str]]
-) -> Iterator[list[Any]]:
-    ours = [r for r in records if r.requested["peer"] in OURS and r.requested["method"] in SHOWN]
-    for record in sorted(ours, key=lambda r: (_request(r), SHOWN.index(r.requested["method"]))):
-        others = [
-            r
-            for r in records
-            if r.requested["peer"] not in OURS and _request(r) == _request(record)
-        ]
-        if others:
-            best = [_best_under(kind, others) for kind in kinds]
-            named = {r.actual["label"]: r for r in best if r is not None}
-            asked = record.requested
-            yield [
-                f"{asked['tokens']:,}, {asked['units']}",
-                _candidates(record),
-                f"{asked['limit']:g}",
-                record.actual["label"],
-                _whole_seconds(record, records),
-                "; ".join(named),
-                "; ".join(_whole_seconds(r, records) for r in named.values()),
-                *(_change(kind, record, other) for kind, other in zip(kinds, best, strict=True)),
-            ]
-
-
-def _request(record: Record) -> tuple[Any, ...]:
-    """What a result of another tool must share to be held against."""
-    asked = record.requested
-    return (asked["family"], asked["limit"], record.actual["gives"] == "weights", asked["seed"])
-
-
-def _under(kind: tuple[str, str], record: Record) -> float | None:
-    return next((row.perplexity for row in record.rows if _kind(row) == kind), None)
-
-
-def _best_under(kind: tuple[str, str], records: Sequence[Record]) -> Record | None:
-    found = [(value, r) for r in records if (value := _under(kind, r)) is not None]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
-def _change(kind: tuple[str, str], ours: Record, other: Record | None) -> str:
-    own, theirs = _under(kind, ours), None if other is None else _under(kind, other)
-    return "" if own is None or theirs is None else f"{100 * (own / theirs - 1):+.1f}"
-
-
-def _whole_seconds(record: Record, records: Sequence[Record]) -> str:
-    """Of a result, with those of the fastest search that chose the formats of finished weights; a dash where none did."""
-    seconds: float = record.actual["seconds"]
-    if record.actual["gives"] != "weights":
-        return f"{seconds:.0f}"
-    chose = [
-        r.actual["seconds"]
-        for r in records
-        if r.actual["gives"] == "formats" and r.actual["formats"] == record.actual["formats"]
-    ]
-    return f"{seconds + min(chose):.0f}" if chose else "–"
-
-
-def _section(records: Sequence[Record]) -> list[str]:
-    first = records[0]
-    evaluation = first.data["evaluation"]
-    kinds = list(dict.fromkeys(_kind(row) for record in records for row in record.rows))
-    tasks = list(
-        dict.fromkeys(t for record in records for row in record.rows for t in row.zero_shot or {})
-    )
-    head = [*HEAD, *(f"{quantized}, {rules}" for quantized, rules in kinds)]
-    head += [f"{t} (%)" for t in tasks] + ["search, s", "peak, GiB"]
-    ordered = sorted(records, key=lambda r: (r.requested["family"], r.requested["limit"], _best(r)))
-    return [
-        f"## {first.model.id}, {first.requested['tokens']} calibration tokens, {first.requested['units']} units",
-        "",
-        _texts(first, evaluation),
-        "",
-        *markdown(head, (_line(record, kinds, tasks) for record in ordered)),
-    ]
-
-
-def _texts(record: Record, evaluation: TextFacts) -> str:
-    calibration = record.data["calibration"]
+def _texts(record: Record) -> str:
+    calibration, evaluation = record.data["calibration"], record.data["evaluation"]
     shape = calibration.batch_shape or (1, 0)
     return (
-        f"Calibration: {calibration.name}, {calibration.tokens:,} tokens in rows of {shape[-1]}. Perplexity: "
-        f"{evaluation.name}, {evaluation.windows} windows of {evaluation.window}. {record.model.dtype} on "
-        f"{record.device.name}, {record.device.threads} thread{'s' * (record.device.threads > 1)}; search times were taken "
+        f"Calibration: {calibration.name}, rows of {shape[-1]} tokens. Perplexity: "
+        f"{evaluation.name}, {evaluation.windows} windows of {evaluation.window}. "
+        f"{record.device.threads} thread{'s' * (record.device.threads > 1)} of the CPU; search times were taken "
         "beside other work where the machine is a shared one."
     )
 
 
-def _candidates(record: Record) -> str:
-    return "/".join(f.removeprefix("mxfp").partition("_")[0] for f in record.requested["family"])
+def _name(result: Result) -> str:
+    return result.label + (" (weights)" if result.gives == "weights" else "")
 
 
-def _kind(row: Row) -> tuple[str, str]:
-    """What is quantized, and by which rules of inputs: finished weights have one of their own."""
-    return str(row.method.quantized), row.method.scale_rules.rpartition("input: ")[2]
+def _kinds(results: Sequence[Result], quantized: str | None = None) -> list[Kind]:
+    kinds = dict.fromkeys(k for r in results for k in r.kinds)
+    return [k for k in kinds if quantized in (None, k[0])]
 
 
-def _best(record: Record) -> float:
-    found = [row.perplexity for row in record.rows if row.perplexity is not None]
+def _best(result: Result) -> float:
+    found = [mean(v) for k in result.kinds if (v := list(result.perplexities(k).values()))]
     return min(found, default=float("inf"))
 
 
-def _line(record: Record, kinds: Sequence[tuple[str, str]], tasks: Sequence[str]) -> list[Any]:
-    asked, actual = record.requested, record.actual
-    rows = {_kind(row): row for row in record.rows}
-    first = record.rows[0]
-    label = actual["label"] + (" (weights)" if actual["gives"] == "weights" else "")
+def _perplexities(results: Sequence[Result]) -> list[str]:
+    """Of weights and inputs, with what the search took; of weights alone where there is nothing else."""
+    kinds = _kinds(results, "W+A") or _kinds(results)
+    return markdown(
+        [*HEAD, *map(", ".join, kinds), "search, s", "peak, GiB"],
+        (
+            [
+                _name(r),
+                f"{r.limit:g}",
+                f"{r.bits:.3f}",
+                len(r.seeds),
+                *(_cell(r, kind) for kind in kinds),
+                f"{r.seconds:.0f}",
+                f"{r.gib:.2f}",
+            ]
+            for r in results
+        ),
+    )
+
+
+def _cell(result: Result, kind: Kind) -> str:
+    return mean_text(list(result.perplexities(kind).values()))
+
+
+def _weights_alone(results: Sequence[Result]) -> list[str]:
+    kinds = _kinds(results, "W")
+    if not kinds or len(kinds) == len(_kinds(results)):
+        return []
     return [
-        label,
-        _candidates(record),
-        f"{asked['limit']:g}",
-        f"{first.element_bits:.3f}",
-        *(_perplexity(rows.get(kind)) for kind in kinds),
-        *(_task(first, task) for task in tasks),
-        f"{actual['seconds']:.0f}",
-        f"{actual['peak_memory_bytes'] / 2**30:.2f}",
+        "",
+        "Weights alone quantized:",
+        "",
+        *markdown(
+            ["tool", "budget", *(rule for _, rule in kinds)],
+            (
+                [_name(r), f"{r.limit:g}", *(_cell(r, kind) for kind in kinds)]
+                for r in results
+                if any(r.perplexities(kind) for kind in kinds)
+            ),
+        ),
     ]
 
 
-def _perplexity(row: Row | None) -> str:
-    return "" if row is None or row.perplexity is None else f"{row.perplexity:.2f}"
+def _tasks(results: Sequence[Result]) -> list[str]:
+    """Accuracy in zero-shot tasks, %; a line for each way of quantizing."""
+    tasks = list(dict.fromkeys(t for r in results for t in r.tasks()))
+    rows = [
+        [_name(r), f"{r.limit:g}", ", ".join(kind), *shown]
+        for r in results
+        for kind in r.kinds
+        if any(shown := _accuracies(r, kind, tasks))
+    ]
+    if not rows:
+        return []
+    head = ["tool", "budget", "quantized", *tasks, *(["mean"] if len(tasks) > 1 else [])]
+    return ["", "Zero-shot tasks, %:", "", *markdown(head, rows)]
 
 
-def _task(row: Row, task: str) -> str:
-    result = (row.zero_shot or {}).get(task)
-    return "" if result is None else f"{100 * result.value:.1f}"
+def _accuracies(result: Result, kind: Kind, tasks: Sequence[str]) -> list[str]:
+    """Of each task and, where every seed has all of several, their mean."""
+    by_task = [[100 * v for v in result.accuracies(kind, task)] for task in tasks]
+    cells = [mean_text(values, 1) for values in by_task]
+    if len(tasks) < 2:
+        return cells
+    whole = len({len(values) for values in by_task}) == 1
+    means = [mean(values) for values in zip(*by_task, strict=True)] if whole else []
+    return [*cells, mean_text(means, 1)]
 
 
 def _checks(records: Sequence[Record]) -> list[str]:
-    checked = [record for record in records if record.actual["own"]]
+    checked: dict[tuple[str, str, str, str], list[Record]] = {}
+    for record in records:
+        if own := record.actual["own"]:
+            family = "/".join(record.requested["family"])
+            key = (label_of(record), family, record.model.dtype, own["rule"])
+            checked.setdefault(key, []).append(record)
     if not checked:
         return []
     return [
+        "",
         "## Whether we read them rightly",
         "",
         "Each tool measured its own quantized model, weights and inputs, on the first windows of the evaluation text; "
-        "beside it our evaluator with the formats that we read, under the scale rule that is the tool's, in the dtype of the row. "
-        "Where the notes below say amp off, auto-round computed in float32 whatever the dtype, so that the two differ by more.",
+        "beside it our evaluator with the formats that we read, under the scale rule that is the tool's, in the dtype of the row: "
+        "means over the cells. Where the tool stands with amp off, auto-round computed in float32 whatever the dtype, so that the "
+        "two differ by more.",
         "",
-        *markdown(CHECKS, map(_check, checked)),
+        *markdown(CHECKS, (_check(*key, of) for key, of in checked.items())),
     ]
 
 
-def _check(record: Record) -> list[Any]:
-    own = record.actual["own"]
-    differences = [abs(a - b) for a, b in zip(own["theirs"], own["ours"], strict=True)]
+def _check(label: str, family: str, dtype: str, rule: str, records: Sequence[Record]) -> list[Any]:
+    theirs = [nll for record in records for nll in record.actual["own"]["theirs"]]
+    ours = [nll for record in records for nll in record.actual["own"]["ours"]]
     return [
-        record.actual["label"],
-        "/".join(record.requested["family"]),
-        f"{record.requested['limit']:g}",
-        f"{record.requested['tokens']:,}",
-        record.model.dtype,
-        len(own["theirs"]),
-        f"{sum(own['theirs']) / len(own['theirs']):.5f}",
-        f"{sum(own['ours']) / len(own['ours']):.5f} ({own['rule']})",
-        f"{max(differences):.1g}",
+        label,
+        family,
+        dtype,
+        len(records),
+        len(theirs),
+        f"{mean(theirs):.5f}",
+        f"{mean(ours):.5f} ({rule})",
+        f"{max(abs(a - b) for a, b in zip(theirs, ours, strict=True)):.1g}",
     ]
 
 

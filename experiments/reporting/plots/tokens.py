@@ -3,37 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .canvas import WIDTH, legend, new_figure, styled
+from .canvas import WIDTH, log_axis, new_figure, styled
 from .pareto import LOOKS, SPARE_LOOKS
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Point = tuple[float, float, float, float]
-"""Tokens, seconds, perplexity and its standard deviation over seeds."""
+"""Tokens, seconds, perplexity and its standard deviation, or standard error, over seeds."""
+Curves = Mapping[str, Sequence[Point]]
+"""Label of a search -> its points."""
+OWN = "dmx "
+"""How labels of ours begin where other tools stand beside them, whose lines are then dashed."""
 
 
-def tokens_curves(curves: Mapping[str, Sequence[Point]]) -> Figure:
-    """Both pictures side by side; label of a search -> its points."""
+def tokens_curves(curves: Curves) -> Figure:
+    """Both pictures side by side."""
+    return tokens_rows({"": curves})
+
+
+def tokens_rows(rows: Mapping[str, Curves]) -> Figure:
+    """A row of both pictures for each title; a search looks alike in all of them."""
+    labels = list(dict.fromkeys(label for curves in rows.values() for label in curves))
+    spare = iter(SPARE_LOOKS * 8)
+    looks = {label: LOOKS.get(_search(label)) or next(spare) for label in labels}
+    has_others = any(label.startswith(OWN) for label in labels)
     with styled():
-        figure, (left, right) = new_figure(2 * WIDTH, 3.9, columns=2, sharey=True)
-        spare = iter(SPARE_LOOKS * 8)
-        for label, points in curves.items():
-            colour, mark = LOOKS.get(label) or next(spare)
-            tokens, seconds, perplexity, spread = zip(*sorted(points), strict=True)
-            for axes, x in ((left, tokens), (right, seconds)):
-                axes.errorbar(
-                    x, perplexity, yerr=spread, label=label, color=colour, marker=mark,
-                    markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2,
-                )  # fmt: skip
-        for axes, name in ((left, "calibration tokens"), (right, "seconds of the search")):
-            axes.set_xscale("log")
-            axes.set_xlabel(name)
-        counts = sorted({tokens for points in curves.values() for tokens, *_ in points})
-        left.set_xticks(counts, [f"{int(n):,}" for n in counts], minor=False)
-        left.set_xticks([], minor=True)
-        left.set_ylabel("perplexity")
-        legend(left, columns=3)
+        height = 3.9 + 3.0 * (len(rows) - 1)
+        figure, grid = new_figure(2 * WIDTH, height, len(rows), 2, sharey="row", squeeze=False)
+        for (title, curves), (left, right) in zip(rows.items(), grid, strict=True):
+            for label, points in curves.items():
+                dashed = has_others and not label.startswith(OWN)
+                _line(left, right, label, points, looks[label], "--" if dashed else "-")
+            _axes(left, right, curves)
+            left.set_ylabel(f"perplexity, {title}" if title else "perplexity")
+        handles: dict[str, Any] = {}
+        for axes in grid[:, 0]:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        shown = [handles[label] for label in labels]
+        figure.legend(handles=shown, labels=labels, loc="outside upper left", ncols=3)
     return figure
+
+
+def _search(label: str) -> str:
+    """Of ours the name that `LOOKS` knows, whatever it was told."""
+    return label.removeprefix(OWN).partition(", told")[0]
+
+
+def _line(
+    left: Axes, right: Axes, label: str, points: Sequence[Point], look: tuple[str, str], style: str
+) -> None:
+    """One search in both pictures."""
+    colour, mark = look
+    tokens, seconds, perplexity, spread = zip(*sorted(points), strict=True)
+    for axes, x in ((left, tokens), (right, seconds)):
+        axes.errorbar(
+            x, perplexity, yerr=spread, label=label, color=colour, marker=mark, linestyle=style,
+            markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2,
+        )  # fmt: skip
+
+
+def _axes(left: Axes, right: Axes, curves: Curves) -> None:
+    counts = sorted({tokens for points in curves.values() for tokens, *_ in points})
+    left.set_xscale("log")
+    left.set_xlabel("calibration tokens")
+    texts = [f"{int(n):,}" for n in counts]
+    left.set_xticks(counts, texts, minor=False, rotation=30, ha="right", rotation_mode="anchor")
+    left.set_xticks([], minor=True)
+    times = [seconds for points in curves.values() for _, seconds, *_ in points]
+    log_axis(right, min(times), max(times), which="x")
+    right.set_xlabel("seconds of the search")

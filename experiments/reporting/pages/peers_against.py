@@ -1,0 +1,231 @@
+"""Our default search and finished weights against the best that another tool gave for the same request, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from ..markdown import markdown
+from .peers_results import (
+    SHOWN,
+    Kind,
+    Result,
+    by_place,
+    candidates,
+    default,
+    place_text,
+    standard_error,
+    told,
+)
+
+CLAIMS = {"formats": 1.0, "weights": 5.0}
+"""%: by how much ours is to be below the best other tool; finished weights in less time, too."""
+NAMES = {"formats": "formats alone", "weights": "finished weights"}
+SIDES = {"W+A": "weights and inputs", "W": "weights alone"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours against the best other tool under one rule, over the seeds that both have."""
+
+    ours: Result
+    other: Result
+    kind: Kind
+    seeds: tuple[int, ...]
+    change: float
+    """Mean perplexity of ours minus the other's, % of the other's."""
+    error: float | None
+    """Standard error of that, paired by seed; None of one seed."""
+    seconds: tuple[float | None, float | None]
+    """Ours and the other's, with those of choosing the formats."""
+
+    @property
+    def is_met(self) -> bool:
+        """The claim."""
+        ours, other = self.seconds
+        faster = ours is not None and other is not None and ours < other
+        below = self.change <= -CLAIMS[self.ours.gives]
+        return below and (faster or self.ours.gives == "formats")
+
+    @property
+    def is_told(self) -> bool:
+        """Whether our search knew the rule; finished weights have one of their own."""
+        return self.ours.gives == "weights" or self.ours.told == self.kind[1]
+
+    @property
+    def text(self) -> str:
+        """For a cell: the change, its error, and, where it was another, the rule that our search was told."""
+        error = "" if self.error is None else f" ± {self.error:.1f}"
+        return f"{self.change:+.1f}{error}{self.note}"
+
+    @property
+    def note(self) -> str:
+        """Which rule our search was told, where it was another."""
+        return "" if self.is_told else f" (told {self.ours.told})"
+
+
+def compared(ours: Result, kind: Kind, results: Sequence[Result]) -> Comparison | None:
+    """With the other tool whose mean, over the seeds that it shares with ours, is lowest; None where there is none.
+
+    Args:
+        results: of one place.
+    """
+    own = ours.perplexities(kind)
+    found = []
+    for result in results:
+        if not result.is_ours and result.request == ours.request:
+            theirs = result.perplexities(kind)
+            if seeds := sorted(set(own) & set(theirs)):
+                found.append((mean(theirs[s] for s in seeds), seeds, theirs, result))
+    if not found:
+        return None
+    level, seeds, theirs, other = min(found, key=lambda of: of[0])
+    differences = [own[s] - theirs[s] for s in seeds]
+    error = standard_error(differences)
+    return Comparison(
+        ours=ours,
+        other=other,
+        kind=kind,
+        seeds=tuple(seeds),
+        change=100 * mean(differences) / level,
+        error=None if error is None else 100 * error / level,
+        seconds=(ours.whole_seconds(results), other.whole_seconds(results)),
+    )
+
+
+def requests(results: Sequence[Result]) -> Iterator[list[Result]]:
+    """Results by what was asked for, of one place."""
+    by: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        by.setdefault(result.request, []).append(result)
+    for request in sorted(by):
+        yield by[request]
+
+
+def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
+    """Our default against the best other tool, in every place, request and kind where there are both."""
+    found = []
+    for of in by_place(results):
+        for asked in requests(of):
+            for kind in dict.fromkeys(k for r in asked for k in r.kinds):
+                ours = default(asked, asked[0].gives, kind[1])
+                comparison = None if ours is None else compared(ours, kind, of)
+                if comparison is not None:
+                    found.append(comparison)
+    return found
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """In how many places the claims hold; empty where nothing is compared."""
+    said = []
+    for (gives, quantized), of in _by_claim(defaults_compared(results)).items():
+        met = sum(c.is_met for c in of)
+        more = " and in less time, choosing included," if gives == "weights" else ""
+        text = (
+            f"{NAMES[gives]}, {SIDES[quantized]}: ours are below the best other tool by at least "
+            f"{CLAIMS[gives]:g} %{more} in {met} of {len(of)}"
+        )
+        if alone := sum(len(c.seeds) == 1 for c in of):
+            text += f" ({alone} on one seed)"
+        said.append(text)
+    if not said:
+        return ""
+    return (
+        "Our default for the same candidates, budget, tokens and scale rule: "
+        + "; ".join(said)
+        + "."
+    )
+
+
+def _by_claim(comparisons: Sequence[Comparison]) -> dict[tuple[str, str], list[Comparison]]:
+    found: dict[tuple[str, str], list[Comparison]] = {}
+    for comparison in comparisons:
+        found.setdefault((comparison.ours.gives, comparison.kind[0]), []).append(comparison)
+    return found
+
+
+def against_others(results: Sequence[Result]) -> list[str]:
+    """The section; nothing where no request has an answer of ours and of another tool."""
+    tables = [line for of in by_place(results) for line in _tables(of)]
+    if not tables:
+        return []
+    return [
+        "",
+        "## Against the best other tool",
+        "",
+        "Perplexity of ours minus that of the other tool that is best under the rule, % of the latter's: means over the "
+        "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
+        "stands the search that was told that rule; `told` names the rule where none was told this one. Seconds are medians over "
+        "seeds, those of finished weights with the fastest search that chose their formats. `amp off`: auto-round "
+        "computed in float32.",
+        *_where_not(results),
+        *tables,
+    ]
+
+
+def _where_not(results: Sequence[Result]) -> list[str]:
+    """Where a claim is missed, by candidates, budget and rule."""
+    lines: list[str] = []
+    compared_all = defaults_compared(results)
+    several = len({place_text(c.ours.first) for c in compared_all}) > 1
+    for (gives, quantized), found in _by_claim(compared_all).items():
+        missed: dict[str, list[str]] = {}
+        for c in found:
+            if not c.is_met:
+                place = f"{candidates(c.ours.family)} at {c.ours.limit:g} bits, {c.kind[1]}"
+                place += f", {place_text(c.ours.first)}" if several else ""
+                slower = " in more time" if c.change <= -CLAIMS[gives] else ""
+                at = f"{c.change:+.1f} % with {c.ours.tokens[0]:,} tokens{slower}{c.note}"
+                missed.setdefault(place, []).append(at)
+        if missed:
+            lines += [
+                "",
+                f"Where our default is not {CLAIMS[gives]:g} % below, {NAMES[gives]}, {SIDES[quantized]}:",
+                "",
+                *(f"- {place}: {', '.join(of)}" for place, of in missed.items()),
+            ]
+    return lines
+
+
+def _tables(results: Sequence[Result]) -> Iterator[str]:
+    """Of one place: formats alone, and finished weights."""
+    for gives, name in NAMES.items():
+        of = [r for r in results if r.gives == gives]
+        kinds = list(dict.fromkeys(k for r in of for k in r.kinds))
+        lines = [line for asked in requests(of) for line in _lines(asked, kinds, results)]
+        if lines:
+            head = ["tokens", "candidates", "budget", "ours", "s", "best other tool", "s", "seeds"]
+            yield from ("", f"{place_text(of[0].first)}; {name}:", "")
+            yield from markdown([*head, *map(", ".join, kinds)], lines)
+
+
+def _lines(
+    asked: Sequence[Result], kinds: Sequence[Kind], results: Sequence[Result]
+) -> Iterator[list[Any]]:
+    for method in SHOWN:
+        under = []
+        for kind in kinds:
+            ours = told(asked, method, kind[1])
+            under.append(None if ours is None else compared(ours, kind, results))
+        found = [c for c in under if c is not None]
+        if found:
+            own = {c.ours.label: _seconds(c.seconds[0]) for c in found}
+            theirs = {c.other.label: _seconds(c.seconds[1]) for c in found}
+            counts = dict.fromkeys(str(len(c.seeds)) for c in found)
+            yield [
+                f"{found[0].ours.tokens[0]:,}",
+                candidates(found[0].ours.family),
+                f"{found[0].ours.limit:g}",
+                found[0].ours.label.partition(", told")[0],
+                "; ".join(own.values()),
+                "; ".join(theirs),
+                "; ".join(theirs.values()),
+                "; ".join(counts),
+                *("" if c is None else c.text for c in under),
+            ]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds:.0f}"

@@ -1,0 +1,285 @@
+"""Records of scripts/peers as results: one method's answers to one request, over its seeds. Numbers and cells of tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import mean, median, stdev
+from typing import Any
+
+from ..groups import Group
+from ..record import Record, Row
+
+OURS = ("ours", "ours_weights")
+"""Peers that are this project."""
+DEFAULTS = {
+    "cuda": {
+        "formats": ("adaptive_polish", "adaptive"),
+        "weights": ("adaptive_learned", "kl_per_bit_learned", "adaptive_polish_learned"),
+    },
+    "cpu": {
+        "formats": ("adaptive", "adaptive_polish"),
+        "weights": ("adaptive_learned", "kl_per_bit_learned", "adaptive_polish_learned"),
+    },
+}
+"""By the type of device, and what is given: our methods, what the command does by default first (search=adaptive, polished on a
+card where weights stay nearest); the first that was run stands for us."""
+SHOWN = tuple(dict.fromkeys(m for of in DEFAULTS.values() for names in of.values() for m in names))
+"""Our methods that are held against other tools."""
+TOLD = "rule"
+"""Option of our searches: the scale rule that they searched under."""
+UNTOLD = "floor"
+
+Kind = tuple[str, str]
+"""What is quantized, W+A or W, and the scale rule: of the inputs where finished weights have one of their own."""
+Place = tuple[Any, ...]
+"""What two results must have in common to be set beside each other at all."""
+
+
+def kind_of(row: Row) -> Kind:
+    """Of a row."""
+    return str(row.method.quantized), row.method.scale_rules.rpartition("input: ")[2]
+
+
+def place_of(record: Record) -> Place:
+    """Model and dtype, machine, units, and both texts: records of other ones are never mixed."""
+    evaluation = record.data["evaluation"]
+    return (
+        record.model.id,
+        record.model.dtype,
+        record.requested["units"],
+        record.device.name,
+        evaluation.sha256,
+        evaluation.window,
+        evaluation.tokens,
+        record.data["calibration"].sha256,
+    )
+
+
+def rows_of(record: Record) -> int:
+    """Tokens of a row of the calibration text."""
+    return (record.data["calibration"].batch_shape or (1, 0))[-1]
+
+
+def label_of(record: Record) -> str:
+    """The method, and what it was set to; not what tells machines apart (folders)."""
+    numbers = [f"{k}={v}" for k, v in _options(record).items() if str(v).isdigit()]
+    notes = ["amp off"] if any("amp off" in note for note in record.actual["notes"]) else []
+    return ", ".join([record.actual["label"], *numbers, *notes])
+
+
+def _options(record: Record) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = record.requested.get("option") or {}
+    return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one method gave for one request, a record a seed."""
+
+    records: tuple[Record, ...]
+    """By seed."""
+
+    @property
+    def first(self) -> Record:
+        """For what all seeds have in common."""
+        return self.records[0]
+
+    @property
+    def label(self) -> str:
+        """As tables and legends have it."""
+        return label_of(self.first)
+
+    @property
+    def method(self) -> str:
+        """Of the peer."""
+        return str(self.first.requested["method"])
+
+    @property
+    def is_ours(self) -> bool:
+        """This project's."""
+        return self.first.requested["peer"] in OURS
+
+    @property
+    def gives(self) -> str:
+        """formats | weights"""
+        return str(self.first.actual["gives"])
+
+    @property
+    def told(self) -> str:
+        """The scale rule that a search of ours was told."""
+        return str(_options(self.first).get(TOLD, UNTOLD))
+
+    @property
+    def family(self) -> tuple[str, ...]:
+        """Candidates, cheapest first."""
+        return tuple(self.first.requested["family"])
+
+    @property
+    def limit(self) -> float:
+        """element_bits"""
+        return float(self.first.requested["limit"])
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of calibration, and of a row of it."""
+        return int(self.first.requested["tokens"]), rows_of(self.first)
+
+    @property
+    def request(self) -> tuple[Any, ...]:
+        """What a result of another method must share to be compared: all but the seed."""
+        return (*self.tokens, self.family, self.limit, self.gives)
+
+    @property
+    def seeds(self) -> list[int]:
+        """In order."""
+        return [record.requested["seed"] for record in self.records]
+
+    @cached_property
+    def _rows(self) -> dict[Kind, dict[int, Row]]:
+        found: dict[Kind, dict[int, Row]] = {}
+        for record in self.records:
+            for row in record.rows:
+                found.setdefault(kind_of(row), {})[record.requested["seed"]] = row
+        return found
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """That it was measured in."""
+        return list(self._rows)
+
+    def perplexities(self, kind: Kind) -> dict[int, float]:
+        """seed -> perplexity"""
+        rows = self._rows.get(kind, {})
+        return {s: row.perplexity for s, row in rows.items() if row.perplexity is not None}
+
+    def accuracies(self, kind: Kind, task: str) -> list[float]:
+        """Of each seed, shares of 1."""
+        rows = self._rows.get(kind, {}).values()
+        return [
+            row.zero_shot[task].value for row in rows if row.zero_shot and task in row.zero_shot
+        ]
+
+    def tasks(self) -> list[str]:
+        """Zero-shot tasks that it was measured on."""
+        rows = (row for of in self._rows.values() for row in of.values())
+        return list(dict.fromkeys(task for row in rows for task in row.zero_shot or {}))
+
+    def group(self, kind: Kind, seeds: Iterable[int]) -> Group | None:
+        """Its rows of these seeds, for differences over windows; None where there are none."""
+        wanted = set(seeds)
+        rows = tuple(row for seed, row in self._rows.get(kind, {}).items() if seed in wanted)
+        return Group(method=rows[0].method, budget=rows[0].budget, rows=rows) if rows else None
+
+    @property
+    def bits(self) -> float:
+        """element_bits, mean over seeds."""
+        return mean(float(record.rows[0].element_bits or math.nan) for record in self.records)
+
+    @property
+    def seconds(self) -> float:
+        """Median over seeds."""
+        return median(float(record.actual["seconds"]) for record in self.records)
+
+    @property
+    def gib(self) -> float:
+        """Peak memory, the largest of all seeds."""
+        return max(record.actual["peak_memory_bytes"] for record in self.records) / 2**30
+
+    def whole_seconds(self, results: Sequence[Result]) -> float | None:
+        """Median over seeds, finished weights with the fastest search that chose their formats; None where none did."""
+        if self.gives == "formats":
+            return self.seconds
+        found = []
+        for record in self.records:
+            chose = [
+                other.actual["seconds"]
+                for result in results
+                if result.gives == "formats" and result.tokens == self.tokens
+                for other in result.records
+                if other.actual["formats"] == record.actual["formats"]
+            ]
+            if chose:
+                found.append(record.actual["seconds"] + min(chose))
+        return median(found) if found else None
+
+
+def results_of(records: Iterable[Record]) -> list[Result]:
+    """Records that differ in seed alone as one; of two with one seed the later."""
+    grouped: dict[tuple[Any, ...], dict[int, Record]] = {}
+    for record in records:
+        asked = record.requested
+        own = {k: v for k, v in record.versions.items() if k.startswith("peer ")}
+        key = (
+            place_of(record),
+            asked["tokens"],
+            rows_of(record),
+            tuple(asked["family"]),
+            asked["limit"],
+            asked["peer"],
+            asked["method"],
+            tuple(sorted(_options(record).items())),
+            tuple(sorted((k, v) for k, v in own.items() if k not in _BELOW)),
+            label_of(record),
+        )
+        of = grouped.setdefault(key, {})
+        there = of.get(asked["seed"])
+        if there is None or there.finished < record.finished:
+            of[asked["seed"]] = record
+    return [Result(tuple(of[seed] for seed in sorted(of))) for of in grouped.values()]
+
+
+_BELOW = ("peer torch", "peer transformers")
+"""Versions that may differ between seeds; the tool's own may not."""
+
+
+def by_place(results: Sequence[Result]) -> list[list[Result]]:
+    """Those that may stand in one table, in a fixed order."""
+    found: dict[Place, list[Result]] = {}
+    for result in results:
+        found.setdefault(place_of(result.first), []).append(result)
+    return [found[place] for place in sorted(found, key=str)]
+
+
+def told(results: Iterable[Result], method: str, rule: str) -> Result | None:
+    """The result of a method of ours whose search was told the rule; else that of one which was told another."""
+    of = [r for r in results if r.is_ours and r.method == method]
+    return next((r for r in of if r.told == rule), of[0] if of else None)
+
+
+def default(results: Sequence[Result], gives: str, rule: str) -> Result | None:
+    """What stands for us among results for one request: of DEFAULTS the first that was told the rule, else the first."""
+    if not results:
+        return None
+    methods = DEFAULTS.get(results[0].first.device.type, DEFAULTS["cuda"])[gives]
+    found = [r for m in methods if (r := told(results, m, rule)) is not None and r.gives == gives]
+    return min(found, key=lambda r: r.told != rule, default=None)  # the first of them
+
+
+# --- cells ----------------------------------------------------------------------------------------
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean; None of one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def mean_text(values: Sequence[float], digits: int = 2) -> str:
+    """`mean ± standard error`; of one value that alone, of none nothing."""
+    if not values:
+        return ""
+    error = standard_error(values)
+    return f"{mean(values):.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def candidates(family: Iterable[str]) -> str:
+    """`4/8`"""
+    return "/".join(f.removeprefix("mxfp").partition("_")[0] for f in family)
+
+
+def place_text(record: Record) -> str:
+    """`MODEL, bfloat16 on NVIDIA H200, fused units`"""
+    asked = record.requested["units"]
+    return f"{record.model.id}, {record.model.dtype} on {record.device.name}, {asked} units"
