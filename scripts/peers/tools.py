@@ -147,6 +147,20 @@ PEERS = {
         },
         cannot=("it chooses for every layer alone; a penalty stands in place of a budget",),
     ),
+    "quark": Peer(
+        worker="quark_worker",
+        environment="quark",
+        packages=("amd-quark",),
+        own_rule="even",
+        methods={
+            name: Method(label=f"Quark {label}", gives="weights", after="auto_round:auto_scheme")
+            for name, label in {"gptq": "GPTQ", "gptaq": "GPTAQ", "qronos": "Qronos"}.items()
+        },
+        cannot=(
+            "0.13's planner has no MX format among its candidates",
+            "0.13's GPTQ, GPTAQ and Qronos give MXFP6 and MXFP8 scales that are no powers of two: MXFP4 alone is theirs",
+        ),
+    ),
     "llmcompressor": Peer(
         worker="llmcompressor_worker",
         environment="llmcompressor",

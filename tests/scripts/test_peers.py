@@ -32,6 +32,7 @@ from scripts.peers.workers import (
     llmcompressor_worker,
     modelopt_worker,
     ours,
+    quark_worker,
 )
 
 FAMILY = ["mxfp4", "mxfp8_e4m3"]
@@ -142,6 +143,17 @@ def test_modelopts_recipes_are_read():
 def test_llm_compressor_is_given_every_layer_by_name():
     given = {"q": "mxfp4", "k": "mxfp4", "o": "mxfp8_e4m3"}
     assert llmcompressor_worker.groups_of(given) == {"MXFP4": ["q", "k"], "MXFP8": ["o"]}
+
+
+def test_quark_is_given_one_list_of_blocks_and_the_layers_in_them():
+    layers = [
+        f"model.layers.{i}.{name}" for i in range(2) for name in ("mlp.up_proj", "mlp.down_proj")
+    ]
+    assert quark_worker.places_of(layers) == ("model.layers", ["mlp.up_proj", "mlp.down_proj"])
+    with pytest.raises(ValueError, match=r"blocks of \['decoder', 'model\.layers'\]"):
+        quark_worker.places_of([*layers, "decoder.0.fc1"])
+    with pytest.raises(ValueError, match="lm_head is in no numbered block"):
+        quark_worker.places_of(["lm_head"])
 
 
 def test_published_offsets_are_read_and_lowered_into_the_budget():
@@ -430,7 +442,12 @@ def test_the_published_dmx_runs_and_is_read_rightly(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [*installed("auto_round", "sign_round"), *installed("llmcompressor", "gptq")]
+    "name",
+    [
+        *installed("auto_round", "sign_round"),
+        *installed("llmcompressor", "gptq"),
+        *installed("quark", "gptq", "qronos"),
+    ],
 )
 def test_finished_weights_are_read(name, tmp_path, monkeypatch):
     """Of formats that are given here: the search before is not what is tested."""
