@@ -190,41 +190,51 @@ def _where_not(results: Sequence[Result]) -> list[str]:
 
 
 def _tables(results: Sequence[Result]) -> Iterator[str]:
-    """Of one place: formats alone, and finished weights."""
+    """Of one place: formats alone, and finished weights; a column for each kind in which something is compared."""
     for gives, name in NAMES.items():
         of = [r for r in results if r.gives == gives]
         kinds = list(dict.fromkeys(k for r in of for k in r.kinds))
-        lines = [line for asked in requests(of) for line in _lines(asked, kinds, results)]
-        if lines:
+        rows = [row for asked in requests(of) for row in _rows(asked, kinds, results)]
+        if rows:
+            shown = [kind for kind in kinds if any(kind in row for row in rows)]
             head = ["tokens", "candidates", "budget", "ours", "s", "best other tool", "s", "seeds"]
             yield from ("", f"{place_text(of[0].first)}; {name}:", "")
-            yield from markdown([*head, *map(", ".join, kinds)], lines)
+            yield from markdown(
+                [*head, *map(", ".join, shown)], (_cells(row, shown) for row in rows)
+            )
 
 
-def _lines(
+def _rows(
     asked: Sequence[Result], kinds: Sequence[Kind], results: Sequence[Result]
-) -> Iterator[list[Any]]:
+) -> Iterator[dict[Kind, Comparison]]:
+    """Of one request, a row a method of ours: what it comes to in each kind."""
     for method in SHOWN:
-        under = []
+        row = {}
         for kind in kinds:
             ours = told(asked, method, kind[1])
-            under.append(None if ours is None else compared(ours, kind, results))
-        found = [c for c in under if c is not None]
-        if found:
-            own = {c.ours.label: _seconds(c.seconds[0]) for c in found}
-            theirs = {c.other.label: _seconds(c.seconds[1]) for c in found}
-            counts = dict.fromkeys(str(len(c.seeds)) for c in found)
-            yield [
-                f"{found[0].ours.tokens[0]:,}",
-                candidates(found[0].ours.family),
-                f"{found[0].ours.limit:g}",
-                found[0].ours.label.partition(", told")[0],
-                "; ".join(own.values()),
-                "; ".join(theirs),
-                "; ".join(theirs.values()),
-                "; ".join(counts),
-                *("" if c is None else c.text for c in under),
-            ]
+            if ours is not None and (comparison := compared(ours, kind, results)) is not None:
+                row[kind] = comparison
+        if row:
+            yield row
+
+
+def _cells(row: dict[Kind, Comparison], kinds: Sequence[Kind]) -> list[Any]:
+    of = list(row.values())
+    ours = of[0].ours
+    own = {c.ours.label: _seconds(c.seconds[0]) for c in of}
+    theirs = {c.other.label: _seconds(c.seconds[1]) for c in of}
+    counts = dict.fromkeys(str(len(c.seeds)) for c in of)
+    return [
+        f"{ours.tokens[0]:,}",
+        candidates(ours.family),
+        f"{ours.limit:g}",
+        ours.label.partition(", told")[0],
+        "; ".join(own.values()),
+        "; ".join(theirs),
+        "; ".join(theirs.values()),
+        "; ".join(counts),
+        *(row[kind].text if kind in row else "" for kind in kinds),
+    ]
 
 
 def _seconds(seconds: float | None) -> str:
