@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, RAN, SOURCE, how_it_runs, joined
+from dmx.assignment.runtimes import (
+    CARDS,
+    HOW_IT_RUNS,
+    NOT_LOADED,
+    RAN,
+    SOURCE,
+    how_it_runs,
+    joined,
+    kinds_of,
+)
 from dmx.assignment.targets import TARGETS, Loader
 from dmx.exporting.layouts import describe_rules
 from dmx.exporting.plan import Plan
@@ -38,11 +47,13 @@ def _loader_rows(target: str) -> list[str]:
 
 def _runs_text(plan: Plan) -> list[str]:
     """What runs on which card, which the files do not decide alone; nothing of loaders that dequantize."""
-    formats = [f for f in FORMATS if f in {layer.weight.name for layer in plan.layers.values()}]
+    kinds = kinds_of(
+        (x.weight.name, None if x.input is None else x.input.name) for x in plan.layers.values()
+    )
     lines = []
     for target, loader in HOW_IT_RUNS:
-        words = {card: how_it_runs(target, loader, card, formats) for card in CARDS}
-        if formats and target == plan.key and NOT_LOADED not in words[CARDS[0]].values():
+        words = {card: how_it_runs(target, loader, card, kinds) for card in CARDS}
+        if kinds and target == plan.key and NOT_LOADED not in words[CARDS[0]].values():
             said = "; ".join(f"on {card}, {joined(words[card])}" for card in CARDS)
             lines += ["", f"{loader}, by card: {said}. Read in the source of {SOURCE}; {RAN}."]
     return lines

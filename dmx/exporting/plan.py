@@ -14,7 +14,7 @@ from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.splitting import split_assignment
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.runtimes import HOW_IT_RUNS, RAN, SOURCE, inputs_left_alone
+from dmx.assignment.runtimes import HOW_IT_RUNS, RAN, SOURCE, inputs_otherwise
 from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
 from dmx.errors import FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
@@ -288,7 +288,7 @@ def _warn_of_inputs(assignment: Assignment) -> None:
 def _warn_of_cards(
     assignment: Assignment, target: str, profile: str | None, layers: Layers
 ) -> None:
-    """Of cards on which an engine that loads the files leaves inputs alone that they ask to quantize."""
+    """Of cards on which an engine that loads the files treats inputs otherwise than they ask."""
     key = target_key(target, profile)
     holds, rest = TARGETS[key], assignment.unquantized
     equal = {layer.weight.name for layer in layers.values() if layer.input == layer.weight}
@@ -297,14 +297,24 @@ def _warn_of_cards(
             assignment.formats, holds, loader, rest, assignment.input_formats
         ):
             continue
-        for card, formats in inputs_left_alone(key, loader.name, sorted(equal)).items():
-            way_out = " For such a card search with search.input_format=bf16 and export with inputs=false."
+        for card, ways in inputs_otherwise(key, loader.name, sorted(equal)).items():
+            said = "; ".join(
+                f"those of {', '.join(formats)} {way}" for way, formats in ways.items()
+            )
+            whole = sum(map(len, ways.values())) == len(equal)
+            way_out = _WAYS_OUT[next(iter(ways))] if whole and len(ways) == 1 else ""
             warnings.warn(
-                f"{_setting(target, profile)}, inputs=true: on {card} {loader.name} leaves the inputs of layers in "
-                f"{', '.join(formats)} alone, whatever the files ask (read in the source of {SOURCE}; {RAN})."
-                f"{way_out * (len(formats) == len(equal))}",
+                f"{_setting(target, profile)}, inputs=true: on {card} {loader.name} has inputs otherwise than the files ask: "
+                f"{said} (read in the source of {SOURCE}; {RAN}).{way_out}",
                 stacklevel=3,
             )
+
+
+_WAYS_OUT = {
+    "left alone": " For such a card search with search.input_format=bf16 and export with inputs=false.",
+    "in fp8": " For such a card search with search.target=vllm and search.input_format=fp8.",
+}
+"""What all inputs are -> how to search for that."""
 
 
 def target_key(target: str, profile: str | None) -> str:
@@ -411,9 +421,14 @@ def _check_scales(assignment: Assignment, setting: str, inputs: bool, *, per_ten
 
 def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> None:
     """Raise FormatError where the loader of a target cannot run an input beside its weight."""
-    held = _own_loader(target, profile).input_formats
-    refused = {n: both for n, both in assignment.unequal.items() if both[1].name not in held}
+    loader = _own_loader(target, profile)
+    held, unequal = loader.input_formats, assignment.unequal
+    refused = {
+        n: (w, x) for n, (w, x) in unequal.items() if x is BF16 or not loader.takes(w.name, x.name)
+    }
     if not refused:
+        if profile == "vllm":
+            _check_w4a8(assignment, _setting(target, profile))
         return
     layer, (weight, of_input) = next(iter(refused.items()))
     setting = _setting(target, profile)
@@ -426,12 +441,45 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
             f"{layer}), and the runtime would quantize them. Use {way_out}."
         )
     can = f"in {', '.join(sorted(held))} alone" if held else "in none"
+    where = "in another format" if loader.beside is None else f"in {', '.join(loader.beside)}"
     raise FormatError(
-        f"{setting}, inputs=true: runs inputs {can} beside a weight in another format; {len(refused)} "
-        f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use target=quark, "
+        f"{setting}, inputs=true: runs inputs {can} beside weights {where}; {len(refused)} "
+        f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use {_ways_of_inputs(assignment)}"
         "target=assignment or inputs=false, or search again with search.choices=joint and "
         "search.input_format=null."
     )
+
+
+def _ways_of_inputs(assignment: Assignment) -> str:
+    """Targets that hold inputs in these formats beside these weights, with a comma after each."""
+    ways = {
+        "target=compressed_tensors with profile=transformers": TARGETS[
+            "compressed_tensors, profile transformers"
+        ],
+        "target=quark": TARGETS["quark"],
+    }
+    given, rest = assignment.input_formats, assignment.unquantized
+    return "".join(
+        f"{way}, "
+        for way, holds in ways.items()
+        if not obstacles(assignment.formats, holds, holds.held_to, rest, given)
+    )
+
+
+def _check_w4a8(assignment: Assignment, setting: str) -> None:
+    """Raise FormatError for inputs in fp8 beside weights in mxfp4 for which vLLM chooses another scheme than W4A8."""
+    layers = [n for n, (_, of_input) in assignment.unequal.items() if of_input is FP8]
+    if experts := [n for n in layers if experts_path(n) is not None]:
+        raise FormatError(
+            f"{setting}, inputs=true: inputs in fp8 beside experts in mxfp4 are the choice of vLLM's kernel, whatever the "
+            f"files say ({len(experts)} layers, first {experts[0]}). Use inputs=false, or search again with "
+            "search.exclude=['*.experts.*']."
+        )
+    if static := [n for n in layers if assignment.amax_of_input(n) is not None]:
+        raise FormatError(
+            f"{setting}, inputs=true: vLLM runs inputs in fp8 beside weights in mxfp4 with a scale a token alone, and "
+            f"{len(static)} layers have one for all, first {static[0]}: it would ignore it. Leave static_inputs out."
+        )
 
 
 def _check_no_lone_inputs(assignment: Assignment) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from dmx.assignment.runtimes import CARDS, HOW_IT_RUNS, NOT_LOADED, RAN, SOURCE, how_it_runs
+from dmx.assignment.runtimes import (
+    CARDS,
+    HOW_IT_RUNS,
+    NOT_LOADED,
+    RAN,
+    SOURCE,
+    how_it_runs,
+    kind_of,
+    kinds_of,
+)
 from dmx.assignment.targets import TARGETS, obstacles
-from dmx.formats import BLOCK_FORMATS
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS
 
 from .groups import Group
@@ -49,32 +58,39 @@ def targets_table(groups: Sequence[Group], assignments: Assignments) -> Html:
     )
     table = scroll_table(el("tr", lead, heads), body, cls="targets")
     mixtures = {
-        frozenset(assignments[row.assignment]["formats"].values()) - {"bf16"}
-        for g in shown
-        for row in g.rows
-        if row.assignment
+        _pairs(assignments[row.assignment]) for g in shown for row in g.rows if row.assignment
     }
     return el("div", table, el("p", note, cls="note"), _runs_table(mixtures))
 
 
-def _runs_table(mixtures: Collection[frozenset[str]]) -> Html | None:
-    """How vLLM runs layers of the formats of these assignments, a row a card; layouts that hold none of the assignments
-    have no row."""
-    formats = [f for f in BLOCK_FORMATS if any(f in mixture for mixture in mixtures)]
+Pairs = frozenset[tuple[str, str | None]]
+"""Formats of weights and of their inputs; None where no engine tells the pair from weights alone."""
+
+
+def _pairs(assignment: Mapping[str, Any]) -> Pairs:
+    told = {kind for known in HOW_IT_RUNS.values() for kind in known}
+    of_inputs = assignment.get("input_formats") or {}
+    both = {(f, of_inputs.get(layer)) for layer, f in assignment["formats"].items() if f != "bf16"}
+    return frozenset(pair if kind_of(*pair) in told else (pair[0], None) for pair in both)
+
+
+def _runs_table(mixtures: Collection[Pairs]) -> Html | None:
+    """How vLLM runs layers of these assignments, a row a card; layouts that hold none of the assignments have no row."""
+    kinds = kinds_of(pair for mixture in mixtures for pair in mixture)
     body = []
     for target, loader in HOW_IT_RUNS:
         for card in CARDS:
-            words = how_it_runs(target, loader, card, formats)
+            words = how_it_runs(target, loader, card, kinds)
             read = {f for f, word in words.items() if word != NOT_LOADED}
-            if not any(mixture and mixture <= read for mixture in mixtures):
+            if not any(mixture and read.issuperset(kinds_of(mixture)) for mixture in mixtures):
                 continue
-            cells = [el("td", words[f]) for f in formats]
+            cells = [el("td", words[f]) for f in kinds]
             body.append(
                 el("tr", el("th", target, scope="row"), el("td", f"{loader}, {card}"), cells)
             )
     if not body:
         return None
-    heads = [el("th", title, scope="col") for title in ("export target", "runs on", *formats)]
+    heads = [el("th", title, scope="col") for title in ("export target", "runs on", *kinds)]
     note = (
         f"What runs, which the folder does not decide alone: read in the source of {SOURCE}; {RAN}. "
         "All other loaders dequantize."

@@ -58,6 +58,8 @@ class Case:
     rotations."""
     static_inputs: bool = False
     """Inputs in fp8 have one scale, measured."""
+    input_format: str | None = None
+    """Of all inputs; None: the weights'."""
     architecture: str = "llama"
     """Of the tiny model."""
 
@@ -80,6 +82,7 @@ CASES = {
     "fp8_w": Case((FP8,), CT),
     "fp8_wa": Case((FP8,), CT, inputs=True),
     "fp8_static_wa": Case((FP8,), CT, inputs=True, static_inputs=True),
+    "mxfp4_fp8_w4a8": Case((MXFP4, FP8), CT, inputs=True, input_format="fp8"),
     "modelopt_nvfp4_fp8_wa": Case((NVFP4, FP8), MODELOPT, inputs=True, static_inputs=True),
     "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
     "quark46_wa": Case((MXFP4, MXFP6_E2M3), QUARK, inputs=True),
@@ -102,10 +105,12 @@ RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
 OF_TINY_ALONE = ("ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")
 
 
-def in_turn(model: nn.Module, formats: Iterable[BlockFormat]) -> Assignment:
+def in_turn(
+    model: nn.Module, formats: Iterable[BlockFormat], input_format: str | None = None
+) -> Assignment:
     """Formats one after another, in the order of the units."""
     formats = tuple(formats)
-    space = build_space(model, formats, units="fused")
+    space = build_space(model, formats, units="fused", input_format=input_format)
     return make_assignment(space, np.arange(len(space.units)) % len(formats), model)
 
 
@@ -126,7 +131,7 @@ def transform_of(name: str, assignment: Assignment) -> Transform:
 
 def assigned(case: Case, model: nn.Module, vocabulary: int) -> Assignment:
     """The case's assignment, with its weights."""
-    assignment = in_turn(model, case.formats)
+    assignment = in_turn(model, case.formats, case.input_format)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(vocabulary, (2, 32), generator=generator)]
     if case.transform is not None:

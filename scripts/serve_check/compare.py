@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dmx.applying.linear import QuantLinear
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
+from dmx.assignment.runtimes import kinds_of
 from dmx.errors import ModelError
 from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.loading import is_exported, load_exported
@@ -300,16 +301,21 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def stated_in(folder: Path) -> dict[str, Any]:
-    """What an export says of itself, whether or not a runtime loads it: target, profile, inputs, transform, and formats
-    of layers, cheapest first. Of a folder that dmx did not write nothing."""
+    """What an export says of itself, whether or not a runtime loads it: target, profile, inputs, transform, formats of
+    layers, cheapest first, and the same with those of inputs where they are others. Of a folder that dmx did not write nothing."""
     facts = facts_of(folder)
     formats: set[str] = set()
+    kinds: list[str] = []
     if (folder / "assignment.json").is_file():
-        formats = set(Assignment.load(folder / "assignment.json").formats.values())
+        assignment = Assignment.load(folder / "assignment.json")
+        formats = set(assignment.formats.values())
+        of_inputs = (assignment.input_formats or {}) if facts.get("inputs") else {}
+        kinds = kinds_of((f, of_inputs.get(layer)) for layer, f in assignment.formats.items())
     return {
         "target": facts.get("target"),
         "profile": facts.get("profile"),
         "asks_inputs": bool(facts.get("inputs")),
         "transform": facts.get("transform", "none"),
         "formats": [f for f in (*BLOCK_FORMATS, "bf16") if f in formats],
+        "kinds": kinds + ["bf16"] * ("bf16" in formats),
     }

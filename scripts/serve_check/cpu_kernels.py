@@ -1,6 +1,6 @@
 """Inner products that vLLM's CPU build lacks, in plain torch: `register()` before a model is loaded.
 
-    MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below
+    MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below; MXFP4 beside FP8 inputs, too
     MXFP8; NVFP4 with inputs quantized                    vLLM's emulation classes, which it offers on cards alone
     rotations of inputs (`transform_config`)              ours: Hadamard's; vLLM's own for matrices of the file
     FP8 with inputs quantized                             vLLM's own; static ones beside scales of rows: ours, around it
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from decoding import E2M1, E2M3, E3M2, decoded, e8m0, rounded_inputs
+from decoding import E2M1, E2M3, E3M2, decoded, e8m0, fp8_tokens, rounded_inputs
 from torch import Tensor
 from vllm import _custom_ops as custom_ops
 from vllm.model_executor.kernels import linear as kernels
@@ -47,7 +47,7 @@ class _Decoded:
     @classmethod
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         key = getattr(config, "activation_quant_key", None)
-        return key is None or key in INPUTS, f"inputs in {key}"
+        return key is None or key == FP8_TOKENS or key in INPUTS, f"inputs in {key}"
 
     def weight_of(self, layer: Any) -> Tensor:
         raise NotImplementedError
@@ -69,6 +69,8 @@ INPUTS = {
     quant_utils.kMxfp6E3M2Dynamic: E3M2,
 }
 """What a scheme may ask of inputs."""
+FP8_TOKENS = quant_utils.kFp8DynamicTokenSym
+"""What else, beside MXFP4 weights: as the file says, and Humming on cards does."""
 
 
 class _Mx(_Decoded):
@@ -79,6 +81,8 @@ class _Mx(_Decoded):
 
     def input_of(self, x: Tensor) -> Tensor:
         key = self.config.activation_quant_key
+        if key == FP8_TOKENS:
+            return fp8_tokens(x)
         if key is None or not self.rounds_inputs:
             return x
         return rounded_inputs(x, INPUTS[key])

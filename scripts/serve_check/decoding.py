@@ -69,3 +69,9 @@ def rounded_inputs(x: Tensor, element: Element) -> Tensor:
     exponent = ((bits >> FP32_MANTISSA) - 127 - element.emax).clamp(-127, 127)
     scale = torch.exp2(exponent.double()).float()
     return (element.nearest(blocks / scale) * scale).flatten(-2).to(x.dtype)
+
+
+def fp8_tokens(x: Tensor) -> Tensor:
+    """x in E4M3 with a float32 scale a token, amax / 448, by which it is divided."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)

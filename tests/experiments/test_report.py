@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dmx.assignment.runtimes import BY_HUMMING, HOW_IT_RUNS, how_it_runs
+from dmx.assignment.runtimes import (
+    BY_HUMMING,
+    HOW_IT_RUNS,
+    INPUTS_IN_FP8,
+    W4A8,
+    how_it_runs,
+    inputs_otherwise,
+    kind_of,
+    kinds_of,
+)
 from dmx.assignment.targets import TARGETS, obstacles, split_groups
 from dmx.errors import RunError
 from dmx.formats import BLOCK_FORMATS
@@ -585,8 +594,8 @@ def test_targets_follow_formats_and_fused_groups():
 
 
 def test_how_vllm_runs_them_is_said_by_card():
-    assert how_it_runs("quark", "vLLM", "Hopper", ["mxfp4", "mxfp6_e2m3", "bf16"]) == {
-        "mxfp4": "weights alone",
+    assert how_it_runs("quark", "vLLM", "Blackwell", ["mxfp4", "mxfp6_e2m3", "bf16"]) == {
+        "mxfp4": "native with inputs=true, else weights alone",
         "mxfp6_e2m3": BY_HUMMING,
     }
     ct = ("compressed_tensors, profile vllm", "vLLM")
@@ -595,10 +604,20 @@ def test_how_vllm_runs_them_is_said_by_card():
         "nvfp4": "native with inputs=true, else weights alone",
         "mxfp6_e2m3": "-",
     }
-    assert BY_HUMMING in (Path(__file__).parents[2] / "docs" / "runtimes.md").read_text()
+    pairs = [("mxfp8_e4m3", "bf16"), ("mxfp4", "fp8"), ("mxfp4", "mxfp4"), ("bf16", None)]
+    assert kinds_of(pairs) == ["mxfp4", "mxfp4 with inputs in fp8", "mxfp8_e4m3"]
+    assert "native, from 0.32" in how_it_runs(*ct, "Hopper", [W4A8])[W4A8]
+    others = how_it_runs(ct[0], "transformers", "Hopper", [W4A8, "mxfp6_e2m3"])
+    assert others == {W4A8: "emulated", "mxfp6_e2m3": "-"}
+    assert inputs_otherwise(*ct, ["mxfp4", "mxfp8_e4m3", "fp8"]) == {
+        "Hopper": {"in fp8": ["mxfp4"], "left alone": ["mxfp8_e4m3"]}
+    }
+    said = (Path(__file__).parents[2] / "docs" / "runtimes.md").read_text()
+    assert BY_HUMMING in said and INPUTS_IN_FP8.partition(" (")[0] in said
     for target, loader in HOW_IT_RUNS:
         (known,) = (x for x in TARGETS[target].loaders if x.name == loader)
-        assert set(HOW_IT_RUNS[target, loader]) == known.formats
+        pairs = {kind_of(w, f) for w in known.beside or () for f in known.input_formats}
+        assert set(HOW_IT_RUNS[target, loader]) == known.formats | pairs
 
 
 def test_layers_outside_the_usual_projections_have_a_place():

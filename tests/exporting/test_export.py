@@ -18,7 +18,7 @@ from dmx.exporting.layouts import layers_of
 from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
-from dmx.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3
+from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from dmx.weights.gptq import gptq
 from tests.exporting.conftest import HELD, VLLM, mixed, needs, unequal
 
@@ -130,13 +130,18 @@ def _fixed_inputs(model, formats):
     return mixed(model, formats, "fused", input_format="mxfp8_e4m3")
 
 
+def _w4a8(model, formats):
+    """The same with inputs in FP8."""
+    return mixed(model, formats, "fused", input_format="fp8")
+
+
 @pytest.mark.parametrize(
     ("target", "make", "formats", "bound"),
     [
         pytest.param("compressed_tensors", unequal, VLLM, 1e-2, marks=needs("compressed-tensors")),
         pytest.param("quark", unequal, (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
         pytest.param(
-            "compressed_tensors", _fixed_inputs, VLLM, 1e-2, marks=needs("compressed-tensors")
+            "compressed_tensors", _w4a8, (MXFP4, FP8), 1e-2, marks=needs("compressed-tensors")
         ),
         pytest.param("quark", _fixed_inputs, (MXFP4, MXFP6_E2M3), 1e-4, marks=needs("amd-quark")),
     ],
@@ -149,7 +154,9 @@ def test_operands_of_unequal_formats_run_in_the_loader(
     model = make_tiny("qwen3", dtype="bfloat16").model
     assignment = make(model, formats)
     done = export(model, assignment, tmp_path / "out", target, inputs=True)
-    assert done.profile == {"quark": None}.get(target, "transformers")
+    assert done.profile == (
+        None if target == "quark" else "vllm" if FP8 in formats else "transformers"
+    )
     joint = dataclasses.replace(assignment, input_formats=None)
     tokens = default_tokens(model.config.vocab_size)
     logits = []

@@ -1,6 +1,7 @@
 """What an export refuses, in words that say the way out; and that a search's target keeps its word."""
 
 import dataclasses
+import json
 import shutil
 import warnings
 from collections import namedtuple
@@ -20,7 +21,7 @@ from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunEr
 from dmx.exporting import make_plan, writing
 from dmx.exporting.plan import check_holds, target_key
 from dmx.exporting.tensors import plan_tensors
-from dmx.formats import FAMILIES, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
+from dmx.formats import FAMILIES, FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
 from dmx.models import ModelConfig, TinyConfig, meta_model
 from dmx.searching import SearchConfig, search_space
 from tests.exporting.conftest import VLLM, mixed, unequal
@@ -284,8 +285,9 @@ def test_what_a_search_target_yields_its_export_takes(
         ({"target": "torchao", "inputs": True}, "runs inputs in none beside"),
         (
             {"target": "compressed_tensors", "profile": "vllm", "inputs": True},
-            r"profile=vllm, inputs=true: runs inputs in none .* 10 layers ask for others, first "
-            r"model\.layers\.0\.self_attn\.q_proj: weight mxfp4, input mxfp8_e4m3\. Use target=quark",
+            r"profile=vllm, inputs=true: runs inputs in fp8 alone beside weights in mxfp4; 10 layers ask for others, "
+            r"first model\.layers\.0\.self_attn\.q_proj: weight mxfp4, input mxfp8_e4m3\. Use "
+            r"target=compressed_tensors with profile=transformers, target=quark, target=assignment or",
         ),
         ({"target": "llama_cpp"}, "names one format for a layer; 10 have two.*auto_round"),
         ({"target": "llm_compressor"}, r"q_proj: weight mxfp4, input mxfp8_e4m3.*search\.choices"),
@@ -311,11 +313,37 @@ def test_inputs_in_one_format_that_a_target_cannot_hold(target, input_format, ca
     if target == "compressed_tensors" and input_format == "mxfp8_e4m3":  # by transformers, not vLLM
         assert make_plan(assignment, target=target, inputs=True).profile == "transformers"
         return
-    words = "names one format for a layer" if is_named else f"beside a weight.*{input_format}"
+    words = "names one format for a layer" if is_named else f"beside weights.*{input_format}"
     if is_left:
         words = r"inputs=true: the assignment leaves inputs in bf16 .* Use inputs=false"
     with pytest.raises(FormatError, match=words):
         export(assignment, target=target, inputs=not is_named)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_mxfp4_beside_fp8_inputs_is_w4a8_of_vllm_with_a_scale_a_token(is_static, case):
+    model, export = case
+    assignment = mixed(model, (MXFP4, FP8), "fused", input_format="fp8")
+    if is_static:
+        layers = assignment.block_formats("input")
+        static = dataclasses.replace(assignment, input_amax=dict.fromkeys(layers, 1.0))
+        with pytest.raises(FormatError, match="with a scale a token alone, and 10 layers have one"):
+            export(static, target="compressed_tensors", profile="vllm", inputs=True)
+        return
+    done = export(assignment, target="compressed_tensors", inputs=True)
+    assert done.profile == "vllm"
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    (group,) = (
+        g for g in config["config_groups"].values() if g["format"] == "mxfp4-pack-quantized"
+    )
+    asked = {key: group["input_activations"][key] for key in ("num_bits", "type", "strategy")}
+    assert asked == {"num_bits": 8, "type": "float", "strategy": "token"}
+    assert group["input_activations"]["dynamic"] is True
+    text = (done.folder / "README.md").read_text()
+    assert "mxfp4 with inputs in fp8: native, from 0.32" in text
+    others = mixed(model, (MXFP4, MXFP8_E4M3), "fused", input_format="fp8")
+    with pytest.raises(FormatError, match=r"beside weights in mxfp4; .*weight mxfp8_e4m3, input"):
+        make_plan(others, target="compressed_tensors", profile="vllm", inputs=True, verify=False)
 
 
 def test_six_bit_inputs_beside_another_weight_are_refused_for_compressed_tensors(case):
@@ -337,17 +365,17 @@ def test_files_with_weights_alone_of_unequal_operands_say_so(case):
 
 
 @pytest.mark.parametrize("target", ["compressed_tensors", "quark"])
-def test_where_a_card_leaves_inputs_alone_export_and_folder_say_so(target, case):
+def test_where_a_card_has_other_inputs_than_asked_for_export_and_folder_say_so(target, case):
     model, export = case
     assignment = mixed(model, VLLM, "fused")
     said = (
-        r"inputs=true: on Hopper vLLM leaves the inputs of layers in mxfp4, mxfp8_e4m3 alone.*bf16"
+        r"inputs=true: on Hopper vLLM has .*: those of mxfp4 in fp8; those of mxfp8_e4m3 left alone"
     )
     with pytest.warns(UserWarning, match=said) as warned:
         done = export(assignment, target=target, inputs=True)
     assert not [w for w in warned if "Blackwell" in str(w.message)]
     text = (done.folder / "README.md").read_text()
-    assert "on Hopper, weights alone; on Blackwell, native, inputs quantized always" in text
+    assert "mxfp8_e4m3: weights alone; on Blackwell" in text
 
 
 def test_cards_are_spoken_of_where_an_engine_loads_the_folder(case, tmp_path):
@@ -357,4 +385,4 @@ def test_cards_are_spoken_of_where_an_engine_loads_the_folder(case, tmp_path):
         warnings.simplefilter("error")
         export(mixed(model, VLLM), inputs=True)
         done = export(mixed(model, VLLM, "fused"), tmp_path / "alone", target="compressed_tensors")
-    assert "on Hopper, weights alone" in (done.folder / "README.md").read_text()
+    assert "on Hopper, mxfp4: inputs in fp8 always" in (done.folder / "README.md").read_text()

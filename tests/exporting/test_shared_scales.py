@@ -79,7 +79,10 @@ def test_config_says_that_scales_of_inputs_lie_in_the_file(model, assignment, tm
             model, shared, tmp_path / "out", inputs=True, verify=False, target="compressed_tensors"
         )
     (only,) = warned
-    assert "Hopper vLLM leaves the inputs of layers in nvfp4 alone" in str(only.message)
+    assert (
+        "on Hopper vLLM has inputs otherwise than the files ask: those of nvfp4 left alone"
+        in str(only.message)
+    )
     assert done.profile == "vllm" and dmx.share_scales(model, shared) is shared
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
     asked = {g["format"]: g["input_activations"] for g in config["config_groups"].values()}

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import dmx
 from dmx.applying.quantizers import BlockQuantizer
+from dmx.assignment.runtimes import INPUTS_IN_FP8
 from dmx.errors import ModelError, RunError
 from dmx.exporting.packing import encode_weight
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4
@@ -48,6 +49,15 @@ def test_inputs_are_rounded_by_the_rule_even(block_format, generator):
         given = x.to(dtype)
         expected = dmx.fake_quant(given, block_format, scale_rule="even")
         assert torch.equal(decoding.rounded_inputs(given, ELEMENTS[block_format]), expected)
+
+
+def test_fp8_inputs_of_tokens_are_those_of_dmx(generator):
+    x = torch.randn(64, 64, generator=generator) * torch.logspace(-6, 6, 64)[:, None]
+    x[0] = 0
+    for given in (x, x.bfloat16()):
+        assert torch.equal(
+            decoding.fp8_tokens(given), dmx.fake_quant(given, FP8, scale_rule="amax/448_float32")
+        )
 
 
 def operands(model, layers, change):
@@ -613,10 +623,10 @@ def test_one_table_has_the_model_by_runtime():
     good = served(**stated, folder="ct4_wa")
     bad = stated | {"profile": "transformers", "formats": ["mxfp6_e2m3"], "folder": "other"}
     runs = {
+        "engines_0_of_another": run | {"note": "another", "runtime": "vLLM", "rows": [good]},
         "engines_a": run
         | {"runtime": "vLLM", "rows": [good, bad | {"failed": "At x\nE: 1\n  no kernel"}]},
         "engines_b": run | {"runtime": "transformers", "note": "a model; no more", "rows": [good]},
-        "engines_b_of_another": run | {"note": "another", "runtime": "vLLM", "rows": [good]},
         "engines_c": run | {"runtime": "vLLM", "tokens": 64, "rows": [served(**stated)]},
         "engines_card": run
         | {"device": "cuda", "runtime": "vLLM", "tokens": 2048, "window": 1024}
@@ -643,7 +653,7 @@ def test_one_table_has_the_model_by_runtime():
         *(
             cells.format(
                 engine,
-                "mxfp4: weights alone; fp8: native with inputs=true, else weights alone",
+                f"mxfp4: {INPUTS_IN_FP8}; fp8: native with inputs=true, else weights alone",
                 "mxfp4: native, inputs quantized always; fp8: native with inputs=true, else weights alone",
             )
             for engine in ("vLLM", "vLLM, NVIDIA H200")
@@ -749,13 +759,15 @@ def test_every_linear_layer_of_the_engine_is_ours(name, engine_rows):
 def test_the_engine_quantizes_inputs_by_its_own_rules(engine_rows):
     done = {
         (name, g["formats"]): g["inputs"].partition(",")[0]
-        for name in ("ct48_wa", "fp8_wa", "quark46_wa")
+        for name in ("ct48_wa", "fp8_wa", "mxfp4_fp8_w4a8", "quark46_wa")
         for g in engine_rows[name]["groups"]
     }
     assert done == {
         ("ct48_wa", "mxfp4"): "mxfp4 even",
         ("ct48_wa", "mxfp8_e4m3"): "left alone",  # whatever the file says
         ("fp8_wa", "fp8"): "fp8 amax/448_float32",
+        ("mxfp4_fp8_w4a8", "mxfp4"): "fp8 amax/448_float32",
+        ("mxfp4_fp8_w4a8", "fp8"): "fp8 amax/448_float32",
         ("quark46_wa", "mxfp4"): "mxfp4 even",
         ("quark46_wa", "mxfp6_e2m3"): "mxfp6_e2m3 even",
     }

@@ -39,7 +39,7 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
         (
             {"input_format": "mxfp8", "target": "vllm", "family": "mxfp8_mxfp4"},
             r"search\.input_format=mxfp8_e4m3: vLLM of search\.target=vllm cannot run inputs in it "
-            r"beside weights in mxfp4\. .* takes inputs in bf16\. Use one of these, "
+            r"beside weights in mxfp4\. .* takes inputs in bf16, beside mxfp4 also fp8\. Use one of these, "
             r"search\.input_format=null, or search\.target=any",
         ),
         (
@@ -62,8 +62,9 @@ def test_targets_take_the_inputs_that_they_run():
         {"input_format": "mxfp8", "target": "transformers"},
         {"input_format": "mxfp6", "target": "vllm_quark", "family": ["mxfp4", "mxfp6"]},
         {"input_format": "bf16", "target": "vllm", "family": "mxfp8_mxfp4"},
+        {"input_format": "fp8", "target": "vllm", "family": ["mxfp4", "fp8"]},
     ):
-        assert search_config(**options).input_format in ("mxfp8_e4m3", "mxfp6_e2m3", "bf16")
+        assert search_config(**options).input_format in ("mxfp8_e4m3", "mxfp6_e2m3", "bf16", "fp8")
 
 
 @pytest.mark.parametrize("input_format", ["mxfp8", "mxfp6_e3m2", "bf16"])

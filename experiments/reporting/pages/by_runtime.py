@@ -167,10 +167,13 @@ def _at_most(percents: Mapping[str, float]) -> str:
 
 
 def of_one_model(runs: Iterable[Run]) -> list[Run]:
-    """The records of real text that share the model with the first of them, and text, number of tokens and window
-    with the first of their device."""
-    real = [run for run in runs if run["text"] is not None]
-    alike = [run for run in real if _model_named(run) == _model_named(real[0])]
+    """The records of real text of the model that has most rows of it, with text, number of tokens and window of the first
+    of their device."""
+    rows: dict[str, list[Run]] = {}
+    for run in runs:
+        if run["text"] is not None:
+            rows.setdefault(_model_named(run), []).append(run)
+    alike = max(rows.values(), key=lambda own: sum(len(run["rows"]) for run in own), default=[])
     tokens: dict[str, list[Any]] = {}
     kept = []
     for run in alike:
@@ -213,8 +216,13 @@ def _layout(row: Run) -> str:
     return f"{row['target']}, profile {profile}" if profile else str(row["target"])
 
 
+def _kinds(row: Run) -> list[str]:
+    """Formats of layers, with those of inputs where the folder asks for others; older records have none."""
+    return list(row.get("kinds", row["formats"]))
+
+
 def _formats(row: Run) -> str:
-    said = ", ".join(row["formats"]) or "bf16"
+    said = ", ".join(_kinds(row)) or "bf16"
     rotation = _ROTATIONS.get(row["transform"])
     return f"{said}; {rotation}" if rotation else said
 
@@ -224,7 +232,7 @@ def _on(row: Run, runtime: str, card: str) -> str:
     layout = _layout(row)
     if layout not in TARGETS:  # full precision
         return ""
-    words = how_it_runs(layout, runtime, card, row["formats"])
+    words = how_it_runs(layout, runtime, card, _kinds(row))
     return joined({f: "not read" if word == NOT_LOADED else word for f, word in words.items()})
 
 
