@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
@@ -134,12 +135,18 @@ class Held:
 
 
 def _difference(ours: Result, other: Result, kind: Kind) -> Difference | None:
-    """Paired over the windows, on the seeds that both have."""
-    seeds = set(ours.perplexities(kind)) & set(other.perplexities(kind))
+    """Over the windows, on the seeds that both have; its noise holds the scatter of the seeds, which draw the same tokens for
+    both and are paired, too."""
+    own, theirs = ours.perplexities(kind), other.perplexities(kind)
+    seeds = set(own) & set(theirs)
     groups = (ours.group(kind, seeds), other.group(kind, seeds))
     if groups[0] is None or groups[1] is None:
         return None
-    return paired_difference(groups[0], groups[1])
+    difference = paired_difference(groups[0], groups[1])
+    if difference.stderr is None:
+        return difference
+    scatter = standard_error([math.log(own[s] / theirs[s]) for s in seeds]) or 0.0
+    return replace(difference, noise=math.hypot(difference.stderr, scatter))
 
 
 def curves_of(results: Iterable[Result]) -> list[Curve]:
@@ -189,6 +196,6 @@ def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figu
         "",
         f"Perplexity of the formats that searches chose, of methods with at least {FEWEST} numbers of tokens; bars are standard "
         "errors over seeds. Lines of other tools are dashed. Below, our default minus the heuristics that were told the same "
-        "rule: ± a standard error over windows and seeds, positive is worse.",
+        "rule: ± a standard error over windows and seeds, paired by both; positive is worse.",
     ]
     return said + ".", head + lines, figures
