@@ -21,7 +21,8 @@ def humming_page(title: str, record: Mapping[str, Any]) -> str:
         _said(errors, times),
         "",
         f"- {machine['name']}, torch {machine['torch']}, humming-kernels {record['humming']}, kernels compiled by "
-        f"{record['compiler']} when first met; the whole run {record['seconds']:.0f} s.",
+        f"{record['compiler']} when first met; the whole run {record['seconds']:.0f} s."
+        + (f" {note}" if (note := record.get("note")) else ""),
         "- Weights are packed by dmx and given to humming byte for byte. FP8 inputs: one scale a token, e4m3, and e5m2 "
         "beside weights in e5m2; the error is of the product alone, of the inputs that the kernel had.",
         "",
