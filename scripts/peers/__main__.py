@@ -6,8 +6,9 @@
         --family mxfp4 mxfp8_e4m3 --family mxfp4 mxfp6_e2m3 mxfp8_e4m3 --budgets 4.5 5.0 5.5 --tasks all
 
 MODEL is a file of configs/model, or a folder. Peers run in environments of their own (`make peers`). Started again, it
-goes on: a cell that has its record.json is shown, one that failed is tried again. Several processes may have one --out: a
-cell that another runs is left to it, and what it follows from is waited for. Records for docs/results/peers.md:
+goes on: a cell that has its record.json is shown, one that failed is tried again. Several processes may have one --out
+(--at-once 8 starts them): a cell that another runs is left to it, and what it follows from is waited for. Seconds are then
+taken beside other work, and records say beside how much. Records for docs/results/peers.md:
 python -m scripts.publish_record OUT/cells/NAME peers_NAME.
 """
 
@@ -113,6 +114,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--option", nargs="+", default=[], metavar="KEY=VALUE", help="of peers alone"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="cells at once, over the cards by turns"
+    )
+    parser.add_argument(
+        "--beside", type=int, default=0, help="cells that run beside each; records say so"
     )
     parser.add_argument(
         "--python",
@@ -280,6 +287,10 @@ class Grid:
         method = PEERS[cell.peer].methods[cell.method]
         return {k: v for k, v in self.options.items() if k in (*method.needs, *method.takes)}
 
+    def _beside(self) -> list[str]:
+        """What a record says of other cells at the same time."""
+        return [f"beside {n} other cells"] if (n := self.given.beside) else []
+
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
         assert after is not None
@@ -353,7 +364,7 @@ class Grid:
             "said_bits": answer.said_bits,
             "own": own,
             "weight_rule": rule,
-            "notes": answer.notes,
+            "notes": [*answer.notes, *self._beside()],
             "cannot": list(peer.cannot),
         }
         return facts, rows
@@ -433,7 +444,42 @@ def line_of(record: Record) -> str:
     )
 
 
+def visible_cards(device: str) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES may name; none where the device is no card, or is one of them."""
+    if device != "cuda":
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def run_together(arguments: Sequence[str], count: int, device: str) -> int:
+    """So many processes of this command, over the cards by turns; ends as the worst of them."""
+    cards = visible_cards(device)
+    alone = [
+        "--at-once",
+        "1",
+        "--beside",
+        str(count - 1),
+    ]  # of an option given twice the last holds
+    command = [sys.executable, "-m", "scripts.peers", *arguments, *alone]
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+    usual = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for i in range(count):
+            own = {"CUDA_VISIBLE_DEVICES": cards[i % len(cards)]} if cards else {}
+            running.append(subprocess.Popen(command, env=usual | own))
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.terminate()
+    return 2 if 2 in codes else int(any(codes))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     given = parse(arguments)
     failed = 0
     try:
@@ -444,7 +490,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cells = list(cells_of(given, options))
         if not cells or not all(math.isfinite(cell.limit) for cell in cells):
             raise RunError(f"--budgets {given.budgets}, --family {given.family}: nothing to run")
+        for name in ("at_once", "beside"):
+            if (value := getattr(given, name)) < (least := int(name == "at_once")):
+                raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")
         check_writable(given.out, "--out")
+        if given.at_once > 1:
+            return run_together(arguments, given.at_once, given.device)
         tasks = list(TASKS) if "all" in given.tasks else given.tasks
         bench = Bench(
             model_of(given),

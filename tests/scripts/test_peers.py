@@ -230,6 +230,7 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
     [
         (["--budgets", "nan"], "--budgets [nan]"),
         (["--family", "mxfp4", "other"], "nothing to run"),
+        (["--at-once", "0"], "--at-once 0 must be at least 1"),
         (["--option", "rule=round"], "--option rule=round: there are floor, ceil, even, rceil."),
         (["--out", "/proc/peers"], "/proc/peers"),
         (["--device", "tpu"], "--device 'tpu'"),
@@ -251,6 +252,30 @@ def test_what_cannot_be_run_is_said_before_anything_is_loaded(tmp_path, capsys, 
         peers.main(["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", *given]) == 2
     )
     assert message in capsys.readouterr().err
+
+
+def test_cells_at_once_are_processes_of_the_same_command(tmp_path, monkeypatch):
+    started = []
+
+    class Process:
+        def __init__(self, command, env):
+            self.code = len(started)
+            started.append((command, env))
+
+        def wait(self):
+            return self.code
+
+        poll = wait
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(peers.subprocess, "Popen", Process)
+    given = ["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", "--at-once", "2"]
+    assert peers.main(given) == 1, "one of them failed"
+    for command, _ in started:
+        own = peers.parse(command[command.index("scripts.peers") + 1 :])
+        assert (own.at_once, own.beside, own.peers, own.out) == (1, 1, ["ours:fisher"], tmp_path)
+    assert peers.run_together(given, 3, "cuda") == 2
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == ["4,7", "4,7", "4", "7", "4"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
