@@ -43,8 +43,11 @@ AT_NVFP4, AT_FP8, AT_BF16 = (tl.constexpr(format_index(f)) for f in (NVFP4, FP8,
 LOW, HIGH = tl.constexpr(2), tl.constexpr(2 + len(Side._fields))
 """Where the fields of a side begin in a row of parameters."""
 FEWEST_BLOCKS = 4
-MOST_BLOCKS = {4: 128, 2: 256}
-"""That a program holds, of a row, by bytes of an input element: more would leave the registers."""
+ROW_PART = 128
+"""Blocks that a program has of a row that none holds."""
+TILE = {4: (128, 8, 16), 2: (256, 8, 16)}
+"""By bytes of an input element: the most blocks of a row that a program holds (more would leave the registers), the
+elements of a thread, and the most warps, whose threads have more elements then."""
 
 
 @triton.jit
@@ -191,17 +194,18 @@ def _amax_of(x: Tensor, parameters: Tensor, amax: Tensor | float | None) -> Tens
 def _of_rows(x: Tensor, parameters: Tensor) -> tuple[Tensor, tuple[int, int], dict[str, Any]]:
     """Largest magnitudes of rows that no program holds, the grid, and how kernels are launched."""
     rows, n, _ = rows_of(x)
+    most_blocks, elements, most_warps = TILE[x.element_size()]
     blocks = max(triton.next_power_of_2(-(-n // BLOCK_SIZE)), FEWEST_BLOCKS)
-    largest, holds_row = x, blocks <= MOST_BLOCKS[x.element_size()]
+    largest, holds_row = x, blocks <= most_blocks
     if not holds_row:
-        blocks = MOST_BLOCKS[4]
+        blocks = ROW_PART
         largest = torch.empty(rows, dtype=torch.int32, device=x.device)
         warps = warps_for(ROW_TILE)
         _row_amax_kernel[(rows,)](x, largest, parameters, n, COLUMNS=ROW_TILE, num_warps=warps)
     options = {
         "HOLDS_ROW": holds_row,
         "BLOCKS": blocks,
-        "num_warps": warps_for(blocks * BLOCK_SIZE * 2),
+        "num_warps": min(max(blocks * BLOCK_SIZE // (32 * elements), 1), most_warps),
         "enable_fp_fusion": False,
     }
     return largest, (rows, triton.cdiv(n, blocks * BLOCK_SIZE)), options

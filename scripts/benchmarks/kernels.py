@@ -16,7 +16,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -196,6 +196,11 @@ def make_input(size: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype).to(device)
 
 
+def is_asked(name: str, only: Sequence[str] | None) -> bool:
+    """Whether the name of a kernel holds one of these; None: every name does."""
+    return only is None or any(part in name for part in only)
+
+
 def rows(
     device: str, sizes: list[int], dtypes: list[torch.dtype], only: list[str] | None = None
 ) -> Iterator[tuple[str, ...]]:
@@ -204,7 +209,7 @@ def rows(
     for size, dtype in itertools.product(sizes, dtypes):
         x, copy = make_input(size, dtype, device), 0.0
         for case in cases(x):
-            if only and case.name != "copy" and not any(part in case.name for part in only):
+            if case.name != "copy" and not is_asked(case.name, only):
                 continue
             seconds = measure(case, x)
             copy = copy or seconds
@@ -259,11 +264,11 @@ def check(device: str, dtypes: list[torch.dtype]) -> int:
     return failed
 
 
-def tune() -> None:
-    """Times of each kernel over tile sizes, as a share of the copy limit."""
-    from dmx.kernels import triton_continuous, triton_line, triton_mx, triton_scaled
+def tune(only: Sequence[str] | None) -> None:
+    """Times of kernels (those whose names hold one of `only`) over tile sizes, as a share of the copy limit."""
+    from dmx.kernels import triton_continuous, triton_line, triton_mixed, triton_mx, triton_scaled
 
-    tables = {
+    tables: dict[str, dict[int, Any]] = {
         "fake_quant mxfp4": triton_mx.FAKE_QUANT_TILE,
         "quantize_packed mxfp4": triton_mx.QUANTIZE_TILE,
         "quantize_packed mxfp6_e2m3": triton_mx.QUANTIZE_TILE,
@@ -277,7 +282,17 @@ def tune() -> None:
         "fake_quant nvfp4, own amax": triton_scaled.AMAX_TILE,
     }
     tiles = [(16, 1), (16, 2), (32, 1), (32, 2), (64, 2), (64, 4), (128, 4), (128, 8), (256, 8)]
-    print("| dtype | kernel | " + " | ".join(f"{b}x{w}" for b, w in tiles) + " |")
+    tune_over({k: v for k, v in tables.items() if is_asked(k, only)}, tiles)
+    mixed = ("nvfp4-fp8", "mxfp4-fp8", "fp8-bf16")
+    lines = [f"line {pair}{way}" for pair in mixed for way in ("", " backward")]
+    rows_held = [(b, e, w) for b in (32, 128, 256) for e in (4, 8, 16) for w in (16, 32)]
+    asked = [name for name in lines if is_asked(name, only)]
+    tune_over(dict.fromkeys(asked, triton_mixed.TILE), rows_held)
+
+
+def tune_over(tables: Mapping[str, dict[int, Any]], tiles: Sequence[tuple[int, ...]]) -> None:
+    """Prints kernels under tiles: values of the tables by bytes of an element, which are as before afterwards."""
+    print("| dtype | kernel | " + " | ".join("x".join(map(str, tile)) for tile in tiles) + " |")
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(8192, 8192, device="cuda").to(dtype)
         known = {c.name: c for c in cases(x)}
@@ -310,7 +325,7 @@ def main() -> None:
     if arguments.check and sum(check(device, checked) for device in devices):
         sys.exit(1)
     if arguments.tune:
-        tune()
+        tune(arguments.only)
     if arguments.no_table:
         return
     timed = [DTYPES[name] for name in arguments.dtypes or ("fp32", "bf16")]
