@@ -144,10 +144,35 @@ def test_finished_weights_count_the_search_before_and_must_be_faster():
     assert "by at least 5 % and in less time, choosing included, in 2 of 2" in page
     page, _ = peers_page([*chose, theirs, made(2.9, **own, seconds=50.0, formats="x")])
     assert "and in less time, choosing included, in 0 of 2" in page
-    assert f"even: {change} % with 4,096 tokens in more time\n" in page
+    assert f"even: {change} % with 4,096 tokens, but not known to be faster\n" in page
     page, _ = peers_page([theirs, made(2.9, **own, seconds=1.0, formats="x")])
     assert "| then learned | – | SignRound | – |" in page  # nobody knows how long the choice took
     assert "choosing included, in 0 of 2" in page
+
+
+def beside(of, count):
+    notes = [*of.actual["notes"], f"beside {count} other cells"]
+    return replace(of, actual={**of.actual, "notes": notes})
+
+
+def test_seconds_beside_other_cells_are_told_apart_and_make_nothing_of_ours_faster():
+    of = {
+        "own": made(2.0, peer="ours", name="adaptive", label="dmx adaptive", seconds=7.0, formats="x"),
+        "chose": made(3.0, **OTHER, seconds=30.0, formats="y"),
+        "learned": made(2.0, peer="ours_weights", name="adaptive_learned", label="learned", gives="weights", formats="x"),
+        "sign": made(3.0, peer="auto_round", name="sign", label="SignRound", gives="weights", formats="y"),
+    }  # fmt: skip
+    shown = {
+        ("own", "learned"): ("| 17 (beside 3) | SignRound | 40 |", "in 2 of 2"),
+        ("learned",): ("| 17 (beside 0 to 3) | SignRound | 40 |", "in 2 of 2"),
+        ("chose",): ("| 17 | SignRound | 40 (beside 0 to 3) |", "in 0 of 2"),
+        tuple(of): ("| 17 (beside 3) | SignRound | 40 (beside 3) |", "in 2 of 2"),
+    }
+    for names, (cells, met) in shown.items():
+        page, _ = peers_page([beside(r, 3) if n in names else r for n, r in of.items()])
+        assert cells in page and f"choosing included, {met}" in page
+    busy = [beside(ours(3.0, seed=1, seconds=90.0), 7), ours(3.0, seed=2, seconds=20.0)]
+    assert "| 20 | 1.00 |" in peers_page(busy)[0] and "| 90 (beside 7) |" in peers_page(busy[:1])[0]
 
 
 def test_weights_alone_and_tasks_have_tables_of_their_own():

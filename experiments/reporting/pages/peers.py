@@ -118,7 +118,7 @@ def _perplexities(results: Sequence[Result]) -> list[str]:
                 f"{r.bits:.3f}",
                 len(r.seeds),
                 *(_cell(r, kind) for kind in kinds),
-                f"{r.seconds:.0f}",
+                r.time.text,
                 f"{r.gib:.2f}",
             ]
             for r in results

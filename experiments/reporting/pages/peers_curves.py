@@ -81,7 +81,7 @@ class Curve:
 
     def _point(self, result: Result) -> Point:
         values = list(result.perplexities(self.kind).values())
-        return result.tokens[0], result.seconds, mean(values), standard_error(values) or 0.0
+        return result.tokens[0], result.time.seconds, mean(values), standard_error(values) or 0.0
 
     def held(self) -> list[Held]:
         """Our default at each number of tokens."""
@@ -165,6 +165,15 @@ def curves_of(results: Iterable[Result]) -> list[Curve]:
     return [curve for curve in found if curve.lines()]
 
 
+def _beside(curves: Sequence[Curve]) -> list[str]:
+    """Beside how many cells the seconds of a picture were taken; nothing where all were taken alone."""
+    counts = sorted({r.time.most for curve in curves for r in curve.results})
+    if counts == [0]:
+        return []
+    few = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return [f"Seconds were taken beside {few} other cells, which makes them longer.", ""]
+
+
 def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figure]]:
     """What the pictures say in a sentence, the section, and the pictures by name; empty where no method has numbers of
     tokens enough."""
@@ -178,6 +187,7 @@ def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figu
             table = [h for curve in of for h in curve.held()]
             held += table
             lines += ["", f"{place_text(place[0].first)}, {kind[0]}, scale rule {kind[1]}:", ""]
+            lines += _beside(of)
             lines += [f"![perplexity over calibration tokens and over seconds]({name})"]
             lines += ["", *markdown(HEAD, (h.line for h in table))] if table else []
     if not figures:

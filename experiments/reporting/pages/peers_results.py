@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,34 @@ def place_of(record: Record) -> Place:
 def rows_of(record: Record) -> int:
     """Tokens of a row of the calibration text."""
     return (record.data["calibration"].batch_shape or (1, 0))[-1]
+
+
+def beside_of(record: Record) -> int:
+    """Other cells that ran at the same time, which makes seconds longer."""
+    found = (re.fullmatch(r"beside (\d+) other cells", note) for note in record.actual["notes"])
+    return next((int(match[1]) for match in found if match), 0)
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds, and beside how many other cells they were taken: at least, and at most, where a search and what follows it
+    were measured apart."""
+
+    seconds: float
+    least: int = 0
+    most: int = 0
+
+    def plus(self, other: Time) -> Time:
+        """Of one after the other."""
+        return Time(
+            self.seconds + other.seconds, min(self.least, other.least), max(self.most, other.most)
+        )
+
+    @property
+    def text(self) -> str:
+        """For a cell."""
+        beside = f"{self.least} to {self.most}" if self.least != self.most else f"{self.most}"
+        return f"{self.seconds:.0f}" + (f" (beside {beside})" if self.most else "")
 
 
 def label_of(record: Record) -> str:
@@ -179,31 +208,43 @@ class Result:
         return mean(float(record.rows[0].element_bits or math.nan) for record in self.records)
 
     @property
-    def seconds(self) -> float:
-        """Median over seeds."""
-        return median(float(record.actual["seconds"]) for record in self.records)
+    def time(self) -> Time:
+        """Of the search, or of what makes weights."""
+        return _median([_time(record) for record in self.records])
 
     @property
     def gib(self) -> float:
         """Peak memory, the largest of all seeds."""
         return max(record.actual["peak_memory_bytes"] for record in self.records) / 2**30
 
-    def whole_seconds(self, results: Sequence[Result]) -> float | None:
-        """Median over seeds, finished weights with the fastest search that chose their formats; None where none did."""
+    def whole_time(self, results: Sequence[Result]) -> Time | None:
+        """Finished weights with the fastest search that chose their formats; None where none did."""
         if self.gives == "formats":
-            return self.seconds
+            return self.time
         found = []
         for record in self.records:
             chose = [
-                other.actual["seconds"]
+                _time(other)
                 for result in results
                 if result.gives == "formats" and result.tokens == self.tokens
                 for other in result.records
                 if other.actual["formats"] == record.actual["formats"]
             ]
             if chose:
-                found.append(record.actual["seconds"] + min(chose))
-        return median(found) if found else None
+                found.append(_time(record).plus(min(chose, key=lambda t: t.seconds)))
+        return _median(found) if found else None
+
+
+def _time(record: Record) -> Time:
+    beside = beside_of(record)
+    return Time(float(record.actual["seconds"]), beside, beside)
+
+
+def _median(times: Sequence[Time]) -> Time:
+    """Over seeds, of those that were taken beside the fewest others."""
+    fewest = min(time.most for time in times)
+    of = [time for time in times if time.most == fewest]
+    return Time(median(time.seconds for time in of), min(time.least for time in of), fewest)
 
 
 def results_of(records: Iterable[Record]) -> list[Result]:
