@@ -122,6 +122,10 @@ class Loader:
     """Its FP8 has one scale for a weight and one for its input, instead of one a row and a token."""
     rotates_inputs: bool = False
     """It rotates inputs at run time where the files ask for it."""
+    own_inputs: bool = True
+    """It quantizes inputs to the format of the weight where the files ask for it."""
+    left_alone: frozenset[str] | None = None
+    """The weights' formats whose inputs it can leave alone; None: all."""
     input_formats: frozenset[str] = frozenset()
     """Formats that it quantizes an input to beside a weight in another; empty: in none."""
     beside: frozenset[str] | None = None
@@ -135,6 +139,8 @@ class Loader:
     """Values of model_type of which it is known which layers it merges; None: it merges none."""
     unquantized: tuple[str, ...] = ()
     """Ends of names of layers that it builds without quantization."""
+    takes_experts: bool = True
+    """It is known how its files hold quantized experts."""
     renamed: frozenset[str] = frozenset()
     """Values of model_type whose tensors it reads under other names than the files have."""
 
@@ -144,8 +150,10 @@ class Loader:
 
     def takes(self, weight: str, of_input: str) -> bool:
         """Whether it runs an input in a format beside a weight in one; bf16 is left alone."""
-        if of_input in (weight, "bf16"):
-            return True
+        if of_input == "bf16":
+            return self.left_alone is None or weight in self.left_alone
+        if of_input == weight:
+            return self.own_inputs
         return of_input in self.input_formats and (self.beside is None or weight in self.beside)
 
 
@@ -259,11 +267,13 @@ TARGETS: dict[str, Target] = {
                 _ALL_FORMATS,
                 "vLLM >= 0.26 + humming-kernels",
                 needs_fused_units=True,
+                own_inputs=False,
+                takes_experts=False,
                 notes=(
                     "run from a folder of a tiny model alone; the first start compiles for minutes",
                 ),
                 architectures=VLLM_ARCHITECTURES,
-                unquantized=VLLM_UNQUANTIZED,
+                unquantized=(*VLLM_UNQUANTIZED, "lm_head"),
             ),
         ),
         needs_fused_units=True,
@@ -279,6 +289,9 @@ TARGETS: dict[str, Target] = {
                 needs_fused_units=True,
                 shares_scales=True,
                 per_tensor=True,
+                left_alone=frozenset({"nvfp4"}),
+                takes_experts=False,
+                architectures=VLLM_ARCHITECTURES if name == "vLLM" else None,
                 notes=("run on a CPU alone" if name == "vLLM" else "never run from these folders",),
                 unquantized=VLLM_UNQUANTIZED if name == "vLLM" else (),
             )
@@ -354,8 +367,9 @@ def obstacles(
     if is_rotated and not loader.rotates_inputs:
         reasons.append(f"{loader.name} does not rotate inputs")
     unequal = {k: f for k, f in (inputs or {}).items() if f not in (formats[k], "bf16")}
-    if refused := [k for k, f in unequal.items() if not loader.takes(formats[k], f)]:
-        pair = f"in {unequal[refused[0]]} beside weights in {formats[refused[0]]}"
+    given = {k: f for k, f in (inputs or {}).items() if f != formats[k]}
+    if refused := [k for k, f in given.items() if not loader.takes(formats[k], f)]:
+        pair = f"in {given[refused[0]]} beside weights in {formats[refused[0]]}"
         reasons.append(
             f"{loader.name} does not run inputs {pair} ({len(refused)} layers, first {refused[0]})"
         )
@@ -375,6 +389,8 @@ def _loader(target: str, name: str) -> Loader:
 SEARCH_TARGETS = {
     "vllm": _loader("compressed_tensors, profile vllm", "vLLM"),
     "vllm_quark": _loader("quark", "vLLM"),
+    "vllm_humming": _loader("humming", "vLLM"),
+    "vllm_modelopt": _loader("modelopt_checkpoint", "vLLM"),
     "transformers": _loader("compressed_tensors, profile transformers", "transformers"),
 }
 """What `search.target` restricts a search to, so that nobody finds out at export; `any` restricts

@@ -397,9 +397,16 @@ class SearchSettings:
         fixed = {get_format(f).name for f in self.fixed.values()}
         others = {f.name for f in self.format_family.formats} | fixed
         others -= {asked, BF16.name}
+        if asked is None and not target.own_inputs and self.choices == "joint":
+            raise FormatError(
+                f"search.target={self.target}: its files ask for no quantized inputs, and search.input_format=null "
+                f"measures inputs in the formats of their weights. Set search.input_format={BF16.name}."
+            )
         if asked is None or all(target.takes(weight, asked) for weight in others):
             return
         names = ", ".join(sorted(held | {BF16.name}))
+        if target.left_alone is not None:
+            names = f"{BF16.name} beside {', '.join(sorted(target.left_alone))} alone"
         if target.beside is not None:
             names = f"{BF16.name}, beside {', '.join(sorted(target.beside))} also {', '.join(sorted(held))}"
         raise FormatError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
+from dmx.applying.calibrate import calibrated_layers
 from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
@@ -22,7 +23,7 @@ from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
 from dmx.files import check_writable, read_json, sha256, write_json
-from dmx.formats import BlockFormat
+from dmx.formats import BF16, BlockFormat
 from dmx.kernels.losses import cross_entropy
 from dmx.models import check_searchable
 from dmx.models.backbone import text_config, unreached_layers, unread_layers
@@ -111,6 +112,7 @@ def _search_space(
     )
     if config.rotation.file is not None:
         asked_transform(config, space)
+    _check_experts(space, config)
     if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
         _check_groups(space, config)
     return space
@@ -130,14 +132,49 @@ def seeing_inputs(
     """
     if not space.needs_input_amax():
         return space
+    layers = [*space.unit_of("weight"), *space.fixed]
+    return replace(space, input_amax=_seen(model, layers, batches, micro))
+
+
+def _check_experts(space: SearchSpace, config: SearchSettings) -> None:
+    """Raise FormatError for experts that no export for the target holds."""
+    if config.runtime is None or config.runtime.takes_experts:
+        return
+    experts = [layer for unit in space.units for layer in unit.layers if experts_path(layer)]
+    experts += [layer for layer, f in space.fixed.items() if f is not BF16 and experts_path(layer)]
+    if experts:
+        raise FormatError(
+            f"search.target={config.target}: how its files hold quantized experts is not known here ({len(experts)} "
+            f"layers, first {experts[0]}). Set search.exclude=['*.experts.*'], or search.target=vllm."
+        )
+
+
+def _with_static_inputs(
+    model: nn.Module, assignment: Assignment, batches: Sequence[Tensor], config: SearchSettings
+) -> Assignment:
+    """The assignment with the one scale of each fp8 input, of the batches that nvfp4 inputs have theirs of."""
+    known = assignment.input_amax or {}
+    layers = [name for name in calibrated_layers(assignment, static=True) if name not in known]
+    if not layers:
+        return assignment
+    with transformed(model, Transform.of(assignment), assignment.transformed):
+        seen = _seen(model, layers, batches, config.rows_at_a_time())
+    return replace(assignment, input_amax={**known, **seen})
+
+
+def _seen(
+    model: nn.Module,
+    layers: Sequence[str],
+    batches: Sequence[Tensor],
+    micro: MicroBatch | None,
+) -> dict[str, float]:
+    """`input_amax` over the batches of all processes."""
     device = next(model.parameters()).device
     processes = Processes(device)
-    own = [processes.own_rows(batch) for batch in batches]
-    seen = input_amax(model, [*space.unit_of("weight"), *space.fixed], own, micro)
+    seen = input_amax(model, layers, [processes.own_rows(batch) for batch in batches], micro)
     # float64 holds what float32 does: one process has the same numbers.
     values = torch.tensor(list(seen.values()), dtype=torch.float64, device=device)
-    largest = processes.largest(values).tolist()
-    return replace(space, input_amax=dict(zip(seen, largest, strict=True)))
+    return dict(zip(seen, processes.largest(values).tolist(), strict=True))
 
 
 def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
@@ -248,8 +285,10 @@ def _search(
     )
     assignment = outcome.transform.attach(assignment, model)
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
-    if config.target != "any" and SEARCH_TARGETS[config.target].shares_scales:
-        assignment = share_scales(model, assignment)
+    if (loader := config.runtime) is not None and loader.shares_scales:
+        assignment = share_scales(model, assignment, per_tensor=loader.per_tensor)
+        if loader.per_tensor:
+            assignment = _with_static_inputs(model, assignment, listed, config)
     assignment = state_scales_of_experts(model, assignment)
     return SearchResult(
         assignment=assignment,

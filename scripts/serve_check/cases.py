@@ -8,7 +8,7 @@ python -m scripts.serve_check /tmp/smollm2/ct* --baseline /tmp/smollm2/bf16 --js
 
 import argparse
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Case:
 
 
 CT, QUARK, MODELOPT = "compressed_tensors", "quark", "modelopt_checkpoint"
+W4A8 = Case((MXFP4, FP8), CT, inputs=True, input_format="fp8")
 CASES = {
     "ct4_w": Case((MXFP4,), CT),
     "ct8_w": Case((MXFP8_E4M3,), CT),
@@ -76,15 +77,20 @@ CASES = {
     "ct48_hadamard_wa": Case(FOUR_EIGHT, CT, inputs=True, transform="hadamard_block"),
     "ct48_hadamard_selected_w": Case(FOUR_EIGHT, CT, transform="hadamard_selected"),
     "ct48_rotated_w": Case(FOUR_EIGHT, CT, transform="learned"),
+    "ct48_rotated_wa": Case(FOUR_EIGHT, CT, inputs=True, transform="learned"),
     "nvfp4_fp8_w": Case((NVFP4, FP8), CT),
+    "nvfp4_fp8_gptq_w": Case((NVFP4, FP8), CT, weights="gptq"),
+    "nvfp4_fp8_learned_w": Case((NVFP4, FP8), CT, weights="learned"),
     "nvfp4_fp8_wa": Case((NVFP4, FP8), CT, inputs=True),
     "nvfp4_mxfp4_w": Case((NVFP4, MXFP4), CT),
     "fp8_w": Case((FP8,), CT),
     "fp8_wa": Case((FP8,), CT, inputs=True),
     "fp8_static_wa": Case((FP8,), CT, inputs=True, static_inputs=True),
-    "mxfp4_fp8_w4a8": Case((MXFP4, FP8), CT, inputs=True, input_format="fp8"),
+    "mxfp4_fp8_w4a8": W4A8,
+    "mxfp4_fp8_rotated_w4a8": replace(W4A8, transform="learned"),
     "modelopt_nvfp4_fp8_wa": Case((NVFP4, FP8), MODELOPT, inputs=True, static_inputs=True),
     "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
+    "quark4668_wa": Case(FOUR_TO_EIGHT, QUARK, inputs=True),
     "quark46_wa": Case((MXFP4, MXFP6_E2M3), QUARK, inputs=True),
     "ct48_w_qwen2": Case(FOUR_EIGHT, CT, architecture="qwen2"),  # biases
     "quark4668_w_qwen3": Case(FOUR_TO_EIGHT, QUARK, architecture="qwen3"),  # norms of q and k
@@ -92,6 +98,7 @@ CASES = {
 }
 MORE_FAMILIES = {
     "ct4_wa": Case((MXFP4,), CT, inputs=True),
+    "ct8_wa": Case((MXFP8_E4M3,), CT, inputs=True),
     "quark46_w": Case((MXFP4, MXFP6_E2M3), QUARK),
     "nvfp4_fp8_bf16_w": Case((NVFP4, FP8, BF16), CT),
     "ct468_w": Case((MXFP4, MXFP6_E2M3, MXFP8_E4M3), CT),  # for transformers alone
@@ -138,7 +145,7 @@ def assigned(case: Case, model: nn.Module, vocabulary: int) -> Assignment:
         assignment = transform_of(case.transform, assignment).attach(assignment, model)
     if NVFP4 in case.formats:
         assignment = dmx.share_scales(model, assignment, per_tensor=case.target == MODELOPT)
-    if case.inputs:
+    if case.inputs or (NVFP4 in case.formats and case.weights != "nearest"):  # as a search does
         assignment = dmx.calibrate_inputs(model, assignment, batches, static=case.static_inputs)
     if case.weights == "gptq":
         return dmx.gptq(model, assignment, batches)

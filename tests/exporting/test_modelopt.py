@@ -36,6 +36,17 @@ def logits_of(model, assignment, inputs):
         return rows_of(model, default_tokens(256), 2)["logits"]
 
 
+def test_a_search_for_it_states_all_scales_that_its_files_have(model, batches, tmp_path):
+    config = dmx.SearchConfig(name="random", target="vllm_modelopt", family=["nvfp4", "fp8"])
+    found = dmx.search(model, batches, dmx.Budget(6.0), config).assignment
+    assert set(found.formats.values()) == {"nvfp4", "fp8"} == set(config.runtime.formats)
+    assert shares_scales(found, per_tensor=True)
+    again = dmx.calibrate_inputs(model, found, batches, static=True)
+    assert found.input_amax == again.input_amax and set(found.input_amax) == set(found.formats)
+    plan = make_plan(found, **TARGET, verify=False)
+    assert plan.for_model(model) is plan
+
+
 def test_names_and_scales_are_modelopts_and_its_formulas_give_our_weights(
     model, assignment, tmp_path, loaded_apart
 ):

@@ -221,13 +221,15 @@ EXPORTS = {
     "vllm": ("compressed_tensors", "vllm"),
     "transformers": ("compressed_tensors", "transformers"),
     "vllm_quark": ("quark", None),
+    "vllm_humming": ("humming", None),
+    "vllm_modelopt": ("modelopt_checkpoint", None),
 }
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(sorted(SEARCH_TARGETS)),
-    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from([*sorted(FAMILIES), ["nvfp4", "fp8"], ["mxfp4", "fp8"], ["nvfp4"]]),
     st.sampled_from(["fused", "layer"]),
     st.booleans(),
     st.floats(4, 9),
@@ -239,7 +241,7 @@ EXPORTS = {
         max_size=2,
     ),
     st.booleans(),
-    st.sampled_from(["joint", "separate", "mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "bf16"]),
+    st.sampled_from(["joint", "separate", "mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "fp8", "bf16"]),
 )
 def test_what_a_search_target_yields_its_export_takes(
     target, family, units, tied, limit, seed, exclude, fixed, include_lm_head, choices
@@ -266,13 +268,22 @@ def test_what_a_search_target_yields_its_export_takes(
     rules = config.scale_rules.by_format()  # of inputs the runtime's: files hold them
     assignment = make_assignment(space, choice, META[tied], scale_rules=rules)
     layout, profile = EXPORTS[target]
-    inputs = choices not in ("joint", "bf16")
+    inputs = choices not in ("joint", "bf16") or (target == "vllm_modelopt" and choices != "bf16")
+    if formats := assignment.block_formats("input"):  # as a search measures them
+        ranged = {
+            n: 1.0
+            for n, f in formats.items()
+            if f.needs_input_amax or SEARCH_TARGETS[target].per_tensor
+        }
+        assignment = dataclasses.replace(assignment, input_amax=ranged or None)
     check_holds(assignment, layout, profile, inputs=inputs)
     try:
         make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)
     except FormatError as error:  # a joint choice has this, too
         assert fixed and "does not quantize inputs to mxfp6" in str(error)
-    plan = make_plan(assignment, target=layout, profile=profile, verify=False)
+    if target != "vllm_modelopt":
+        inputs = False
+    plan = make_plan(assignment, target=layout, profile=profile, inputs=inputs, verify=False)
     plan_tensors(META[tied], plan)
     holds = TARGETS[target_key(layout, profile)]
     loader, rest = SEARCH_TARGETS[target], assignment.unquantized

@@ -188,6 +188,12 @@ def body_of(assignment):
 def test_what_does_not_go_together_is_refused(model):
     with pytest.raises(FormatError, match=r"search\.target=vllm needs search\.experts=block"):
         SearchConfig(experts="each", target="vllm", family="mxfp8_mxfp4")
+    told = {"target": "vllm_humming", "input_format": "bf16", "family": "mxfp8_mxfp4"}
+    with pytest.raises(
+        FormatError, match=r"quantized experts is not known here \(\d+ layers, first model"
+    ):
+        search_space(model, SearchConfig(**told))
+    assert search_space(model, SearchConfig(**told, exclude=["*.experts.*"])).units
     with pytest.raises(FormatError, match=r"search\.experts='some'.*block, each"):
         SearchConfig(experts="some")
     dense = nn.Module()

@@ -47,6 +47,14 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
             r"beside weights in mxfp4, mxfp8_e4m3\. .*takes inputs in bf16, beside mxfp4 also mxfp6_e2m3, mx",
         ),
         (
+            {"target": "vllm_humming", "family": ["mxfp4", "mxfp8_e5m2"]},
+            r"target=vllm_humming: its files ask for no quantized inputs, .* Set search\.input_format=bf16",
+        ),
+        (
+            {"input_format": "bf16", "target": "vllm_modelopt", "family": ["nvfp4", "fp8"]},
+            r"beside weights in fp8, nvfp4\. .* takes inputs in bf16 beside nvfp4 alone\.",
+        ),
+        (
             {"input_format": "mxfp6", "target": "transformers"},
             r"input_format=mxfp6_e2m3: transformers .* takes inputs in bf16, fp8, mxfp4, mxfp8_e4m3",
         ),
@@ -63,6 +71,8 @@ def test_targets_take_the_inputs_that_they_run():
         {"input_format": "mxfp6", "target": "vllm_quark", "family": ["mxfp4", "mxfp6"]},
         {"input_format": "bf16", "target": "vllm", "family": "mxfp8_mxfp4"},
         {"input_format": "fp8", "target": "vllm", "family": ["mxfp4", "fp8"]},
+        {"input_format": "bf16", "target": "vllm_humming", "family": ["mxfp4", "mxfp8_e5m2"]},
+        {"input_format": "bf16", "target": "vllm_modelopt", "family": ["nvfp4", "bf16"]},
     ):
         assert search_config(**options).input_format in ("mxfp8_e4m3", "mxfp6_e2m3", "bf16", "fp8")
 
