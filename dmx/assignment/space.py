@@ -244,9 +244,10 @@ class SearchSpace:
         low, high = self.bounds(budget.unit)
         names = ", ".join(map(str, self.formats))
         if budget.limit < low:
+            enough = math.ceil(low * 1000) / 1000  # rounded down it would be refused again
             raise BudgetError(
                 f"budget.limit={budget.limit:g} {budget.unit} is below the cheapest assignment: "
-                f"{low:.4g} (all {self.formats[0]}). Reachable with [{names}]: {low:.4g} to "
+                f"{enough:g} (all {self.formats[0]}). Reachable with [{names}]: {enough:g} to "
                 f"{high:.4g}. Raise budget.limit or choose a family with a smaller format."
             )
         if warn and budget.limit >= high:

@@ -13,7 +13,17 @@ from dmx.assignment.budget import Budget
 from dmx.assignment.projection import is_maximal, project
 from dmx.assignment.space import SearchSpace, Unit, build_space
 from dmx.errors import BudgetError, FormatError, ModelError
-from dmx.formats import BF16, BIT_UNITS, FAMILIES, MXFP6_E3M2, MXFP8_E4M3, OPERANDS, get_family
+from dmx.formats import (
+    BF16,
+    BIT_UNITS,
+    FAMILIES,
+    FP8,
+    MXFP6_E3M2,
+    MXFP8_E4M3,
+    NVFP4,
+    OPERANDS,
+    get_family,
+)
 from dmx.searching.heuristics import uniform_choice
 
 WEIGHTINGS = ("elements", "layers")
@@ -223,6 +233,14 @@ def test_an_unreachable_budget_says_the_range():
             call(Budget(3.9))
     with pytest.raises(BudgetError, match=r"4\.25 to 8\.25"):
         space.check_budget(Budget(4.0, "bits_per_element"))
+
+
+def test_the_lowest_budget_that_a_refusal_names_is_taken():
+    space = build_space(toy(**linears("a", size=(9, 96))), (NVFP4, FP8))  # 4.5 + 32 / 864
+    with pytest.raises(BudgetError, match=r"Reachable with \[nvfp4, fp8\]: ") as refused:
+        space.check_budget(Budget(4.5, "bits_per_element"))
+    named = float(str(refused.value).partition("]: ")[2].split()[0])
+    space.check_budget(Budget(named, "bits_per_element"), warn=False)
 
 
 def test_a_budget_above_all_gives_all_high_and_says_so():
