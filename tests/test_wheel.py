@@ -1,11 +1,14 @@
 """The wheel, installed where nothing of this clone is in reach, gives the command `dmx`."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 import zipfile
 from collections.abc import Callable
@@ -25,7 +28,6 @@ TINY = (
     "calibration.batches=2",
     "evaluation.window=64",
     "evaluation.max_windows=2",
-    "search.steps=2",
 )
 Dmx = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -99,11 +101,15 @@ def installed(environment: Path, tmp_path: Path) -> Dmx:
     return run
 
 
+def _environment(**variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COMP_"))}
+    return kept | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+
+
 def _run(
     command: list[str], folder: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COMP_"))}
-    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    env = _environment(**variables)
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -134,7 +140,7 @@ def test_the_wheel_is_found_alone(environment, tmp_path):
 
 @pytest.mark.slow
 def test_a_search_runs_from_the_wheel(installed, tmp_path):
-    done = installed("search", *TINY, "baselines=[bf16,kl]", "run.folder=out")
+    done = installed("search", *TINY, "search.steps=2", "baselines=[bf16,kl]", "run.folder=out")
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "out" / "report.html").exists()
     record = json.loads((tmp_path / "out" / "record.json").read_text())
@@ -143,21 +149,69 @@ def test_a_search_runs_from_the_wheel(installed, tmp_path):
     assert assignment.bits["element_bits"] <= 5.0
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_other_processes_run_a_sweep_of_the_wheel(installed, tmp_path, launcher):
-    plugin = {"joblib": "hydra_plugins.hydra_joblib_launcher", "submitit_local": "submitit"}
-    pytest.importorskip(plugin[launcher], reason="needs pip install -e '.[sweep]'")
-    done = installed(
-        "search",
-        "-m",
-        *TINY,
-        f"hydra/launcher={launcher}",
-        "budget.limit=4.5,5.0",
-        "baselines=[]",
-        "hydra.sweep.dir=sweep",
+SWEEP = ("search", "-m", *TINY, "baselines=[]", "hydra.sweep.dir=sweep")
+
+
+def _limits(folder: Path) -> list[float]:
+    """Of the runs of a sweep."""
+    paths = sorted((folder / "sweep").glob("*/record.json"))
+    return [json.loads(p.read_text())["results"][0]["budget"]["limit"] for p in paths]
+
+
+def test_runs_at_once_take_a_gpu_each_of_those_that_are_visible(installed, tmp_path):
+    pytest.importorskip(
+        "hydra_plugins.hydra_joblib_launcher", reason="needs pip install -e '.[sweep]'"
     )
+    cards = f"GPU-{os.getpid()}a", f"GPU-{os.getpid()}b"
+    runs = "hydra/launcher=gpus", "search=random", "budget.limit=4.5,4.75,5.0"
+    done = installed(*SWEEP, *runs, CUDA_VISIBLE_DEVICES=",".join(cards))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert {p.parent.name for p in tmp_path.glob("sweep/*/record.json")} == {"0", "1"}
+    assert _limits(tmp_path) == [4.5, 4.75, 5.0]
+    records = (json.loads(p.read_text()) for p in tmp_path.glob("sweep/*/record.json"))
+    assert {record["actual"]["gpu"] for record in records} == set(cards)
+    assert "beside" not in done.stdout + done.stderr, "two at once, for two GPUs are visible"
+
+
+def _task_of(sweep: Path, deadline: float) -> int:
+    """Process of a job that submitit runs here, once its search takes steps. Jobs are named by the processes that watch
+    over them, whose children hold the folders of runs."""
+    while time.monotonic() < deadline:
+        running = {p.parent.resolve() for p in sweep.glob("*/history.jsonl")}
+        for job in (sweep / ".submitit").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # a process that has ended meanwhile
+                children = Path(f"/proc/{job.name}/task/{job.name}/children").read_text().split()
+                for child in children:
+                    opened = {p.resolve().parent for p in Path(f"/proc/{child}/fd").iterdir()}
+                    if opened & running:
+                        return int(child)
+        time.sleep(0.02)
+    raise AssertionError("no search took a step")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+def test_a_job_that_is_preempted_is_queued_again_and_goes_on(environment, tmp_path):
+    pytest.importorskip("submitit", reason="needs pip install -e '.[sweep]'")
+    steps = "search=differentiable", "search.steps=60", "search.descent.checkpoint_every=2"
+    runs = "hydra/launcher=submitit_local", *steps, "budget.limit=4.5,5.0"
+    process = subprocess.Popen(
+        [str(environment / "bin" / "dmx"), *SWEEP, *runs],
+        cwd=tmp_path,
+        env=_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        os.kill(_task_of(tmp_path / "sweep", time.monotonic() + 600), signal.SIGUSR2)
+        said = process.communicate()[0]
+    assert process.returncode == 0, said[-3000:]
+    logs = [p.read_text() for p in (tmp_path / "sweep" / ".submitit").rglob("*_log.*")]
+    assert sum("Requeued job" in log for log in logs) == 1
+    assert _limits(tmp_path) == [4.5, 5.0]
+    for run in ("0", "1"):
+        history = (tmp_path / "sweep" / run / "history.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in history] == list(range(60))
 
 
 def test_a_shell_completes_commands_and_settings(environment):
