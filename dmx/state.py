@@ -87,18 +87,35 @@ def _reached(module: str, read: Callable[[Path], bytes]) -> dict[Path, bytes]:
 def _parsed(source: bytes) -> tuple[bytes, tuple[str, ...]]:
     """What a file says without docstrings, and names that it may import; most searches reach the same files."""
     tree = ast.parse(source)
-    imported = tuple(_imported(tree))
-    return ast.dump(_without_docstrings(tree)).encode(), imported
+    imported: list[str] = []
+    for node in _statements(tree):
+        imported += _imported(node)
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [n for n in body if not _is_text(n)]  # type: ignore[attr-defined]
+    return ast.dump(tree).encode(), tuple(imported)
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""Fields that hold statements, or what holds them."""
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all statements in it, but not their expressions, which are most of a file and hold no statement."""
+    yield node
+    for block in _BLOCKS:
+        inner = getattr(node, block, ())
+        for child in inner if isinstance(inner, list) else ():
+            yield from _statements(child)
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
     """Names that may be modules; imports are absolute here."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _module_file(name: str) -> Path | None:
@@ -109,14 +126,6 @@ def _module_file(name: str) -> Path | None:
     path = _PACKAGE.joinpath(*rest.split("."))
     candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py")
     return next((p for p in candidates if p.is_file()), None)
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [n for n in body if not _is_text(n)]  # type: ignore[attr-defined]
-    return tree
 
 
 def _is_text(node: ast.AST) -> bool:
