@@ -1,6 +1,7 @@
 """Shared by all tests: thread limit, devices, seeded randomness, tiny models, local data."""
 
 import copy
+import gc
 import hashlib
 import os
 import signal
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # imports and tests stay
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -23,13 +23,14 @@ from tests.quick import make_commands_quick
 ROOT = Path(__file__).resolve().parents[1]
 # Not the entry points themselves: they run as __main__.
 PRELOADED = [
-    "tests.warm",
+    "tests",
     "transformers.models.llama.modeling_llama",
     "experiments.running.bench",
     "experiments.running.collect",
     "experiments.running.exports",
     "experiments.running.training",
     "experiments.reporting.report",
+    "tests.warm",
 ]
 
 _context = multiprocessing.get_context("forkserver")

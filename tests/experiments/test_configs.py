@@ -24,11 +24,13 @@ FILES = {g: sorted(p.stem for p in (CONFIGS / g).glob("*.yaml")) for g in GROUPS
 OWN_FILES = ["data.calibration.files=[a.txt]", "data.evaluation.files=[b.txt]"]
 
 
+@functools.cache  # read by several tests, changed by none
 def composed(root, *overrides):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(root, list(overrides))
 
 
+@functools.cache
 def built(*overrides):
     return build_root(SearchRun, composed("search", *overrides))
 

@@ -118,8 +118,10 @@ def test_continuous_equals_reference(family, dtype, device):
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize(("family", "rules"), LINES, ids=str)
 def test_the_straight_line_equals_reference(family, rules, dtype, device):
-    for x in hard_inputs(dtype).values():
-        for offset in (0.0, 0.3, 2 / 3, 1.0, 1.7, 2.0):
+    offsets = (0.0, 0.3, 2 / 3, 1.0, 1.7, 2.0)
+    for i, x in enumerate(hard_inputs(dtype).values(), start=INPUT_DTYPES.index(dtype)):
+        # On the CPU, where the reference takes most of the time, an input meets half of them, the others in another dtype.
+        for offset in offsets[i % 2 :: 2] if device == "cpu" else offsets:
             check_continuous(x, family, offset, device, rules)
 
 

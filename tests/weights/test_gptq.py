@@ -300,10 +300,16 @@ def test_perplexity_of_a_trained_model_falls(operands, tiny_trained):
         assert mended < 0.8 * (before - full), (mended, losses)
 
 
-@pytest.mark.parametrize("correct_inputs", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("architecture", "scales"), [("llama", "rule"), ("qwen3", "search"), ("smollm2", "rule")]
+    ("architecture", "scales", "dtype", "correct_inputs"),
+    [
+        *(("llama", "rule", d, c) for d in ("float32", "bfloat16") for c in (False, True)),
+        *(
+            (architecture, scales, dtype, correct_inputs)
+            for architecture, scales in (("qwen3", "search"), ("smollm2", "rule"))
+            for dtype, correct_inputs in (("float32", True), ("bfloat16", False))
+        ),
+    ],
 )
 def test_every_layer_is_rounded_on_what_its_product_sees(
     architecture, scales, dtype, correct_inputs, make_tiny
