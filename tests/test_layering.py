@@ -151,14 +151,18 @@ def test_entry_points_do_not_know_each_other():
 
 
 def test_reports_and_training_rows_know_no_hydra_and_records_no_torch():
+    torchless = {"dmx.errors", "dmx.files", "dmx.assignment.facts"}
     for name, targets in graph().items():
         roots = {t.split(".")[0] for t in targets}
+        if name in torchless:
+            assert "torch" not in roots, name
+            assert {t for t in targets if t.startswith("dmx.")} <= torchless, name
         if floor(name) != 2:
             continue
         assert not roots & {"hydra", "omegaconf"}, name
         if name.endswith(".record"):
             assert not roots & {"torch", "matplotlib", "mor"}
-            assert {t for t in targets if t.startswith("dmx")} <= {"dmx.errors", "dmx.files"}
+            assert {t for t in targets if t.startswith("dmx")} <= torchless
 
 
 def test_only_the_entry_points_know_hydra_and_nobody_knows_them():

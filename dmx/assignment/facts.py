@@ -6,6 +6,8 @@ from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hin
 
 Kept = Literal["scores", "fisher", "descent"]
 """Whose choice an adaptive search took; scores: those of kl_per_bit."""
+KEPT_OF: dict[str, str] = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "differentiable"}
+"""The search that chooses so by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,8 +40,6 @@ MOST_PASSES = 4
 JUDGED = 5
 """Passes over the batches held out: the full-precision model and both scores' choices, and again that model and the
 descent's."""
-CALLED: dict[Kept, str] = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "the descent"}
-"""Whose choice was kept -> what messages call that."""
 REACH = 0.35
 """How far scores move a raw offset from the middle between two formats, of the way from one to the other; below a
 half, so that each still follows its gradient."""

@@ -17,7 +17,7 @@ from dmx.applying.calibrate import calibrated_layers
 from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
-from dmx.assignment.facts import Kept, SearchFacts
+from dmx.assignment.facts import KEPT_OF, Kept, SearchFacts
 from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import SEARCH_TARGETS, split_groups
 from dmx.data.batches import batches_sha256, list_batches
@@ -41,7 +41,6 @@ from dmx.models.streaming import stream_of
 from dmx.processes import Processes, own_rank
 from dmx.progress import Stopwatch
 from dmx.searching.adaptive import (
-    CALLED,
     FEWEST_BATCHES,
     Jury,
     adaptive_steps,
@@ -409,7 +408,7 @@ class _Job:
         kept = jury.best({whose: outcome.choice for whose, outcome in found.items()})
         why = (
             f"KL on {len(held)} batches held out minus that of kl_per_bit, nats/token: {jury} "
-            f"(from {CALLED[better]})"
+            f"(from {KEPT_OF[better]})"
         )
         taken = found[kept]
         history = replace(descended, choice=taken.choice, preference=taken.preference)
@@ -419,7 +418,7 @@ class _Job:
 
     def scores_kept(self, outcome: _Outcome, kept: Kept, why: str) -> _Outcome:
         """The outcome, and a warning that says why no descent chose it."""
-        text = f"search.name=adaptive: {why}; the choice is that of the scores ({CALLED[kept]})."
+        text = f"search.name=adaptive: {why}; the choice is that of the scores ({KEPT_OF[kept]})."
         warnings.warn(text, stacklevel=5)
         said = [*outcome.warnings, text]
         return replace(outcome, kept=kept, kept_because=why, warnings=said)

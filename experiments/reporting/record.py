@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from dmx.assignment.facts import KEPT_OF
 from dmx.errors import RunError
 from dmx.files import write_json
 
@@ -85,8 +86,6 @@ def _transform_text(name: str) -> str:
 
 _DMX = {"differentiable": "dMX", "joint": "dMX joint", "adaptive": "adaptive"}
 """Searches that take steps by gradient -> what a label calls them."""
-_KEPT = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "dMX"}
-"""Whose choice an adaptive search took -> what a label calls that."""
 
 
 USUAL_FAMILY = "mxfp6_mxfp4"
@@ -215,7 +214,10 @@ class Method(Stored):
             return "bf16"
         if self.search in _DMX:
             name = _DMX[self.search]
-            return name if self.kept is None else f"{name}: {_KEPT[self.kept]}"
+            if self.kept is None:
+                return name
+            chosen = KEPT_OF[self.kept]
+            return f"{name}: {_DMX.get(chosen, chosen)}"
         return f"{self.search} {self.format}" if self.format else self.search
 
     def titles(self) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dmx.applying.apply import restore
 from dmx.applying.calibrate import calibrate_inputs, needs_calibration
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.budget import Budget
+from dmx.assignment.facts import KEPT_OF
 from dmx.data import (
     DataPair,
     check_overlap,
@@ -31,7 +32,6 @@ from dmx.models import ModelConfig, load_model, max_positions
 from dmx.models.streaming import in_bytes, stream_of
 from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, SearchSettings, search, uniform_assignment
-from dmx.searching.adaptive import CALLED
 from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
@@ -320,7 +320,7 @@ class Bench:
         if because and not any(because in warning for warning in result.warnings):
             assert known.kept is not None
             self.run.say(
-                f"search.name=adaptive: {because}; the choice is that of {CALLED[known.kept]}"
+                f"search.name=adaptive: {because}; the choice is that of {KEPT_OF[known.kept]}"
             )
         if result.polish:
             facts["kl"] = result.polish[-1]["kl"]
