@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from dmx.errors import RunError
 from dmx.files import read_json, write_json
+from dmx.models.plain import plain_step
 from dmx.models.running import evaluating
-from dmx.models.sharding import gather_outer
 from dmx.processes import Processes
 
 from ..reporting.stored import Stored
@@ -31,16 +31,6 @@ REPEATS = 2
 """Plain steps of one timing, so that a part of the work has four beside it and no slow one alone decides."""
 APART = 20
 """Plain steps' time that lies between two timings at least: these take a tenth of the work at most."""
-
-
-def plain_step(model: nn.Module, tokens: Tensor) -> None:
-    """Forward and backward to the output of the embeddings; tokens (batch, length) int64."""
-    gather_outer(model)
-    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()  # type: ignore[operator]
-    logits = model(inputs_embeds=embedded, use_cache=False).logits
-    targets = tokens[:, 1:].flatten()
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets)
-    torch.autograd.grad(loss, embedded)
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:

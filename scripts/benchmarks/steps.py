@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import dmx
 from dmx.assignment.budget import Budget
 from dmx.errors import DmxError
+from dmx.models.plain import plain_step
 from dmx.searching import SearchConfig, search_space
 from dmx.searching.config import DescentConfig
 from dmx.searching.differentiable import DifferentiableSearch
@@ -36,14 +37,6 @@ from scripts.benchmarks.shapes import (
 
 REPEATS = 9
 NOT_MEASURED: dict[str, Any] = {"search_seconds": None, "search_mib": None, "graph": None}
-
-
-def plain_step(model: Any, tokens: Tensor) -> None:
-    embedded = model.get_input_embeddings()(tokens).detach().requires_grad_()
-    logits = model(inputs_embeds=embedded, use_cache=False).logits
-    nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
-    ).backward()
 
 
 def time_plain(

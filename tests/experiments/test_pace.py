@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from dmx.errors import ModelError, RunError
+from dmx.models.plain import plain_step
 from dmx.processes import Processes
 from experiments import search
 from experiments.reporting.texts import work_text
 from experiments.running import bench, pace
 from experiments.running.bench import EVALUATION
 from experiments.running.pace import OVERHEAD, Sizes, expected_stages
-from experiments.running.timed_work import APART, TimedWork, plain_step, plain_step_times
+from experiments.running.timed_work import APART, TimedWork, plain_step_times
 from tests.experiments.test_configs import built
 
 SIZES = Sizes(blocks=3_000, output=1_000, units=10, batches=4, evaluation=64)
