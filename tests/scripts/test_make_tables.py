@@ -316,10 +316,10 @@ def test_fused_units_and_separate_choices_stand_apart():
 
 
 def test_experts_of_a_block_as_one_unit_stand_beside_each_as_its_own():
-    def searched(experts, nll, bits, **fields):
+    def searched(experts, nll, bits, units="fused", **fields):
         known = {"expert_tokens": {"h.0.experts": (5, 300), "h.1.experts": (0, 90)}, **fields}
         of = [
-            row(method(s, units="fused"), nll + d, element_bits=bits, **known)
+            row(method(s, units=units), nll + d, element_bits=bits, **known)
             for s, d in (("fisher", 0), ("differentiable", 0.001))
         ]
         return compared(row(FULL, 3.0, None, seed=None), *of, settings={"experts": experts})
@@ -332,6 +332,10 @@ def test_experts_of_a_block_as_one_unit_stand_beside_each_as_its_own():
     assert "| -9.52 ± 0.00 |" in part and "are 0.10 % apart at most" in part
     assert "choices reach 4.500 bits where those for each expert reach 4.900" in part
     assert "Experts without a token: 1." in part and "| h.0 | 5 | 152 | 300 | 1 |" in part
+    assert "Units: one for gate/up, one for down. dMX" in part
+    page = quality_pages([searched("each", 3.1, 4.9, units="layer")], PRESETS).texts["quality.md"]
+    assert "| each a unit | fisher | ≤ 5 | 9 | 4.900" in page
+    assert "one for down; of an expert whose layers choose by themselves one each for gate" in page
     dense = searched("each", 3.1, 4.9, expert_tokens=None)
     assert "Experts" not in quality_pages([dense], PRESETS).texts["quality.md"]
 

@@ -47,7 +47,7 @@ def experts_tables(tables: Tables, everything: Tables) -> list[str]:
         "minus one unit, %",
     )  # fmt: skip
     line = references(full)
-    note = ["Perplexity, runs in brackets. Units: one for gate/up, one for down.", _spread(tables)]
+    note = [f"Perplexity, runs in brackets. {_units_text(known)}", _spread(tables)]
     lines = [*([f"{line}.", ""] if line else []), *markdown(head, rows), ""]
     return [*lines, " ".join([*note, *_unreached(known)]), "", *_tokens_table(known[0])]
 
@@ -66,8 +66,20 @@ def units_of_experts(group: Group) -> int:
     """Choices that are made for experts: two a block, or of every expert that a token reached."""
     if group.method.experts is None:
         return 2 * len(tokens_of(group) or {})
-    parts = 2 if group.method.units == "fused" else 3
+    parts = 3 if _are_apart(group) else 2
     return parts * sum(count > 0 for count in _counts(group))
+
+
+def _are_apart(group: Group) -> bool:
+    """Whether gate and up of an expert are units of their own; those of a block are one layer."""
+    return group.method.experts is not None and group.method.units != "fused"
+
+
+def _units_text(groups: Sequence[Group]) -> str:
+    text = "Units: one for gate/up, one for down"
+    if any(map(_are_apart, groups)):
+        text += "; of an expert whose layers choose by themselves one each for gate, up and down"
+    return f"{text}."
 
 
 def _of_blocks(table: Table, tables: Tables) -> dict[tuple[object, ...], Group]:
