@@ -429,22 +429,28 @@ def _check_family(formats: tuple[Format, ...], setting: str) -> None:
 
 
 def soft_path(
-    family: Family, rules: Sequence[ScaleRule | None], asked: AskedPath = "auto"
+    family: Family,
+    rules: Sequence[ScaleRule | None],
+    asked: AskedPath = "auto",
+    operand: str | None = None,
 ) -> SoftPath:
     """Path of the continuous quantizer for one operand.
 
     Args:
-        rules: scale rule of each format there. asked: auto = the element path where there is one.
+        rules: scale rule of each format there. asked: auto = the element path where there is one. operand: whose rules
+            they are, for the error.
 
     Raises:
         FormatError: the element path was asked for and there is none.
     """
     has_element = family.is_known and all(rule == "floor" for rule in rules)
     if asked == "element" and not has_element:
+        by_rule = family.is_known and operand is not None
+        way_out = f", or search.scale_rules.{operand}=floor for it" if by_rule else ""
         raise FormatError(
             f"search.descent.path=element: there is no element path between {', '.join(map(str, family.formats))} "
             f"with the scale rules {', '.join(rule or 'none' for rule in rules)}. It exists for {', '.join(FAMILIES)} with floor "
-            "alone. Use search.descent.path=auto or search.descent.path=line."
+            f"alone. Use search.descent.path=auto or search.descent.path=line{way_out}."
         )
     return "element" if has_element and asked != "line" else "line"
 

@@ -592,7 +592,7 @@ class SearchConfig(SearchSettings):
             return {}
         rules, family = self.scale_rules.by_format(), self.format_family
         return {
-            o: soft_path(family, rules_of(rules, o, family.formats), self.descent.path)
+            o: soft_path(family, rules_of(rules, o, family.formats), self.descent.path, o)
             for o in (OPERANDS if self.input_format is None else OPERANDS[:1])
         }
 

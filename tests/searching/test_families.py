@@ -289,7 +289,11 @@ def test_weights_and_inputs_have_paths_of_their_own(tiny):
         ),
         (
             {"path": "element", "scale_rules": ScaleRulesConfig(input="even")},
-            r"with the scale rules even, even\. It exists for mxfp8_mxfp4, .*path=line",
+            r"with the scale rules even, even\. It exists for mxfp8_mxfp4, .*path=line, or search\.scale_rules\.input=floor",
+        ),
+        (
+            {"path": "element", "family": "mxfp8_mxfp4", "target": "vllm"},
+            r"with the scale rules even, rceil\. .*path=line, or search\.scale_rules\.input=floor",
         ),
     ],
     ids=str,
