@@ -60,12 +60,13 @@ def test_all_rows_of_a_search_that_learns_rotations_have_them(run, tmp_path):
     assert {
         "bf16",
         "dMX + learned rotation",
-        "kl + learned rotation",
+        "kl_per_bit + learned rotation",
         "uniform mxfp4 + learned rotation",
     } <= set(rows)
     digests = {row.transform["sha256"] for row in rows.values() if row.transform}
     assert len(digests) == 1 and rows["bf16"].transform is None
-    assert Record.load(tmp_path / "run" / "record.json").verdict.against == "kl + learned rotation"
+    verdict = Record.load(tmp_path / "run" / "record.json").verdict
+    assert verdict.against == "kl_per_bit + learned rotation"
     # Of another folder, with its file, the same number.
     copied = Assignment.load(tmp_path / "run" / "assignment.json").save(tmp_path / "x" / "a.json")
     code, _, err = run(evaluate, *TINY, f"assignments=[{copied}]", f"run.folder={tmp_path}/again")
