@@ -190,6 +190,8 @@ class Bench:
         training = config.training_for(weights, searches)
         config.check_shared(run.processes.size, training)
         _say_input_rules(run, config.search)
+        for text in config.unused(weights, searches):
+            run.note(text)
         return cls(
             run,
             config.model,

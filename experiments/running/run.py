@@ -201,7 +201,7 @@ class Run:
         """Write record.json and report.html, print the table; returns the record, which only the main process writes."""
         assert self.model is not None
         for text in worse_than_uniform(self.measured):
-            self._note(text)
+            self.note(text)
         if self.processes.size > 1:
             self.actual["processes"] = self.processes.size
         if (card := held_card()) is not None:
@@ -273,9 +273,9 @@ class Run:
         """Keeps the warnings of this project for the record; those of libraries say nothing that
         a user could act on."""
         if any(folder in Path(filename).parents for folder in SOURCES):
-            self._note(str(message))
+            self.note(str(message))
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
         """A warning for the terminal and the record, once."""
         if text not in self.warnings:
             self.warnings.append(text)

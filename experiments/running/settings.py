@@ -231,6 +231,12 @@ class RunConfig:
         return device
 
 
+def _changed(config: Any) -> list[str]:
+    """Settings of a group that are not as they are by default, as they are written."""
+    usual = vars(type(config)())
+    return [f"{key}={value}" for key, value in vars(config).items() if value != usual[key]]
+
+
 @dataclass(kw_only=True)
 class SearchingRun:
     """What the commands that search have in common."""
@@ -281,13 +287,25 @@ class SearchingRun:
         if "gptq" in weights and self.gptq.scales == "search":
             check_searched_scales(self.search.formats_of("weight"))
         for stage, config in (("gptq", self.gptq), ("local_hessian", self.local_hessian)):
-            usual = vars(type(config)())
-            changed = [f"{k}={v}" for k, v in vars(config).items() if v != usual[k]]
-            if stage not in weights and changed:
+            if stage not in weights and (changed := _changed(config)):
                 raise ConfigError(
                     f"{stage}.{changed[0]} is for weights={stage}, and weights={','.join(weights)}. Leave it out, or set "
                     f"weights={stage}."
                 )
+
+    def unused(self, weights: Collection[str], searches: Collection[str]) -> list[str]:
+        """Of settings that other stages of the weights would use, and these do not, in a sentence for each group. They are
+        not refused, as an experiment may have set them for the stage that a command takes another for."""
+        groups: dict[str, LearnConfig | TrainingConfig] = {}
+        if "learned" not in weights:
+            groups["learn"] = self.learn
+        if self.training_for(weights, searches) is None:
+            groups["training"] = self.training
+        return [
+            f"{group}.{changed[0]} is not used: it is for weights=learned, and weights={','.join(weights)}."
+            for group, config in groups.items()
+            if (changed := _changed(config))
+        ]
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

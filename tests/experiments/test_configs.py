@@ -167,6 +167,15 @@ def test_every_field_can_be_set_from_the_command_line(override, attribute):
     assert functools.reduce(getattr, names, built(override)) == value
 
 
+def test_settings_of_weights_that_do_not_learn_here_are_named():
+    run = built("learn.steps=7", "training.batches=3")
+    of_learn, of_training = run.unused(["nearest", "mse"], ["kl"])
+    assert of_learn.startswith("learn.steps=7 is not used: it is for weights=learned, and weights=")
+    assert of_training.startswith("training.batches=3 is not used")
+    assert run.unused(["nearest"], ["joint"]) == [of_learn.replace("nearest,mse", "nearest")]
+    assert run.unused(["learned"], ["kl"]) == built().unused(["nearest"], ["kl"]) == []
+
+
 @pytest.mark.parametrize("override", ["search.stepz=1", "budgets.limit=5", "model=llama9", "foo=1"])
 def test_unknown_keys_and_choices_do_not_compose(override):
     with pytest.raises(Exception, match=r"stepz|budgets|llama9|foo"):

@@ -44,6 +44,7 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     assert set(mse.scale_rules["weight"].values()) == {"mse"} and mse.weights == {"name": "mse"}
     assert set(mse.scale_rules["input"].values()) == {"floor"}
     learned = [r for r in rows if r.method.weights == "learned"]
+    assert not any("is not used" in warning for warning in record.warnings)
     for row in learned:
         facts = row.weights
         assert (facts["steps"], facts["lr"], facts["seed"]) == (4, 1e-3, row.seed)
