@@ -44,4 +44,9 @@ def make_commands_quick(set_attribute: Callable[[object, str, Any], None]) -> No
     set_attribute(Hydra, "get_mode", lambda *_args, **_named: None)
     set_attribute(ConfigRepository, "load_config", _load_once)
     set_attribute(CachingConfigRepository, "__init__", _share_repository)
+    leave_pictures_undrawn(set_attribute)
+
+
+def leave_pictures_undrawn(set_attribute: Callable[[object, str, Any], None]) -> None:
+    """Likewise; pages have their captions."""
     set_attribute(html, "figure_uri", lambda _figure, kind="svg": f"data:{MIME[kind]};base64,")

@@ -42,6 +42,7 @@ from experiments.reporting.record import ModelFacts, Record, Row, Verdict
 from experiments.reporting.report import unit_format, write_report
 from experiments.reporting.tables import terminal_table
 from experiments.reporting.verdicts import verdicts, worse_than_uniform
+from tests.quick import leave_pictures_undrawn
 
 from .helpers import DMX, FULL, KL, answers, method, record, row, text, uniform
 
@@ -197,6 +198,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(run_folder: Path) -> str:
     return write_report(run_folder).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a page says: `page` has all pictures drawn."""
+    leave_pictures_undrawn(monkeypatch.setattr)
 
 
 def read(run_folder: Path) -> Record:
@@ -378,7 +385,7 @@ def test_all_text_is_escaped(tmp_path):
     assert page.count("&lt;script&gt;") >= 6
 
 
-def test_setting_that_ran_otherwise_is_marked(tmp_path, page):
+def test_setting_that_ran_otherwise_is_marked(tmp_path, page, undrawn):
     assert 'class="differs"' not in page and "All 7 checked settings ran as asked" in page
 
     def change(was: Record) -> Record:
@@ -395,7 +402,7 @@ def test_setting_that_ran_otherwise_is_marked(tmp_path, page):
     )
 
 
-def test_many_searches_budgets_and_seeds_become_one_line_each(tmp_path):
+def test_many_searches_budgets_and_seeds_become_one_line_each(tmp_path, undrawn):
     folder = write_run(tmp_path, seeds=3, budgets=(4.5, 5.0, 5.5), others=True)
     groups = group_rows(read(folder).rows)
     assert len(groups) == 4 + 4 * 3
@@ -463,7 +470,7 @@ def with_separate(tmp_path: Path) -> Path:
 
 
 def test_separate_choices_stand_in_a_table_of_their_own_and_compare_among_themselves(
-    with_separate,
+    with_separate, undrawn
 ):
     rows = read(with_separate).rows
     groups = group_rows(rows)
