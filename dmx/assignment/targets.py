@@ -268,9 +268,11 @@ TARGETS: dict[str, Target] = {
                 "vLLM >= 0.26 + humming-kernels",
                 needs_fused_units=True,
                 own_inputs=False,
+                input_formats=frozenset({"fp8"}),
                 takes_experts=False,
                 notes=(
                     "run from a folder of a tiny model alone; the first start compiles for minutes",
+                    "inputs in fp8: vLLM >= 0.32",
                 ),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=(*VLLM_UNQUANTIZED, "lm_head"),

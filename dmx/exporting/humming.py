@@ -1,11 +1,12 @@
-"""humming's own layout: every MX format side by side, weights alone, read by vLLM with humming-kernels.
+"""humming's own layout: every MX format side by side, inputs left alone or in FP8, read by vLLM with humming-kernels.
 
     weight        int32 (out, in * bits / 32): codes in one stream, from the lowest bit on
     weight_scale  float8_e8m0fnu (out, in / 32)
 
 `dynamic` names a format for each layer by a pattern for the start of its name in vLLM, where q/k/v and gate/up are one
 layer of another name: the patterns match both names. Keys are those of humming's schema, not their short forms: the same
-config is read a second time for inputs, where `dtype` and `group_size` would quantize them. There is no format for layers
+config is read a second time for inputs, where `dtype` and `group_size` would quantize them. Inputs in FP8 are asked for there,
+in vLLM 0.32, and without a fallback, which beside scales of blocks would be BF16. There is no format for layers
 that no pattern names: vLLM stops at one. It asks so for the embeddings and for attention, too, which are no linear layers, so one
 pattern leaves every module whose last name is none of the quantized layers'. It leaves lm_head in BF16, whatever a file holds of it.
 
@@ -26,6 +27,7 @@ from dmx.exporting.layouts import Layers, Layout, TensorSpec
 from dmx.exporting.packing import code_bits, decode_weight, encode_weight
 from dmx.formats import (
     BLOCK_SIZE,
+    FP8,
     MXFP4,
     MXFP6_E2M3,
     MXFP6_E3M2,
@@ -43,6 +45,14 @@ DTYPES = {
     MXFP8_E4M3: "float8e4m3",
     MXFP8_E5M2: "float8e5m2",
 }
+FP8_TOKENS: Mapping[str, Any] = {
+    "a_dtype": "float8e4m3",
+    "input_scale_dtype": "float32",
+    "input_scale_group_size": 0,
+    "input_quant_mode": "dynamic_token",
+    "allow_fallback": False,
+}
+"""Of a layer whose input is in FP8, a scale a token."""
 HEAD = "lm_head"
 """In whose names vLLM quantizes nothing."""
 
@@ -90,7 +100,10 @@ def _others(layers: Layers) -> str:
 def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
     left: dict[str, dict[str, str]] = {f"-:{_others(layers)}": {}}
     left |= {f"-:{_pattern(name)}": {} for name in kept}
-    own = {f"+:{_pattern(n)}": {"b_dtype": DTYPES[layer.weight]} for n, layer in layers.items()}
+    own = {
+        f"+:{_pattern(n)}": {"b_dtype": DTYPES[layer.weight], **(FP8_TOKENS if layer.input else {})}
+        for n, layer in layers.items()
+    }
     return {
         "quant_method": "humming",
         "bs_dtype": "float8e8m0",
@@ -101,10 +114,13 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
 
 
 def _check(layers: Layers, inputs: bool) -> None:
-    if inputs:
+    asked = {name: layer for name, layer in layers.items() if inputs and layer.input is not None}
+    others = [n for n, x in asked.items() if x.input is not FP8 or x.input_amax is not None]
+    if others:
         raise FormatError(
-            "target=humming, inputs=true: its kernels multiply inputs in bf16, or in FP8 by a switch of the engine, and "
-            "its files say nothing of inputs. Use inputs=false."
+            f"target=humming, inputs=true: its kernels multiply inputs in bf16, or in fp8 with a scale a token; {len(others)} "
+            f"layers ask for others, first {others[0]}: {asked[others[0]].input}. Use inputs=false, or search again with "
+            "search.input_format=fp8."
         )
     if heads := [name for name in layers if HEAD in name]:
         raise FormatError(
@@ -121,6 +137,6 @@ LAYOUT = Layout(
     decode=_decode,
     config=_config,
     check=_check,
-    input_rule=lambda layers: "",
+    input_rule=lambda layers: "FP8: amax / 448 of each token",
     reader=HUMMING,
 )

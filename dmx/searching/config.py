@@ -399,8 +399,15 @@ class SearchSettings:
         others -= {asked, BF16.name}
         if asked is None and not target.own_inputs and self.choices == "joint":
             raise FormatError(
-                f"search.target={self.target}: its files ask for no quantized inputs, and search.input_format=null "
-                f"measures inputs in the formats of their weights. Set search.input_format={BF16.name}."
+                f"search.target={self.target}: its files ask for no inputs in the weights' formats, and search.input_format=null "
+                f"measures inputs in the formats of their weights. Set search.input_format to "
+                f"{' or '.join(sorted({BF16.name, *held}))}."
+            )
+        if asked not in (None, BF16.name) and BF16 in self.format_family.formats:
+            raise FormatError(
+                f"search.input_format={asked} with {BF16.name} in search.family: no export for search.target={self.target} "
+                f"holds a quantized input beside a weight in {BF16.name}. Leave it out of the family, or use "
+                "search.target=any."
             )
         if asked is None or all(target.takes(weight, asked) for weight in others):
             return

@@ -89,6 +89,8 @@ CASES = {
     "mxfp4_fp8_w4a8": W4A8,
     "mxfp4_fp8_rotated_w4a8": replace(W4A8, transform="learned"),
     "modelopt_nvfp4_fp8_wa": Case((NVFP4, FP8), MODELOPT, inputs=True, static_inputs=True),
+    "humming_w": Case(MX_FORMATS, "humming"),
+    "humming_fp8_inputs": Case(MX_FORMATS, "humming", inputs=True, input_format="fp8"),
     "quark4668_w": Case(FOUR_TO_EIGHT, QUARK),
     "quark4668_wa": Case(FOUR_TO_EIGHT, QUARK, inputs=True),
     "quark46_wa": Case((MXFP4, MXFP6_E2M3), QUARK, inputs=True),
@@ -104,9 +106,7 @@ MORE_FAMILIES = {
     "ct468_w": Case((MXFP4, MXFP6_E2M3, MXFP8_E4M3), CT),  # for transformers alone
 }
 """Of layers that CASES has in other mixtures: for the table of one model by runtime."""
-ON_A_CARD = {"humming_w": Case(MX_FORMATS, "humming")}
-"""What no stand-in runs on a CPU."""
-ALL = CASES | MORE_FAMILIES | ON_A_CARD
+ALL = CASES | MORE_FAMILIES
 RANDOM: dict[str, Shape] = {"llama_1b_random": LLAMA_1B}
 """Shapes whose weights are drawn: their speed is that of the trained model."""
 OF_TINY_ALONE = ("ct48_w_qwen2", "quark4668_w_qwen3", "ct48_w_smollm2")

@@ -3,6 +3,7 @@
     MXFP4, MXFP6; NVFP4 and FP8 with inputs left alone    ours, below; MXFP4 beside FP8 inputs, too
     MXFP8; NVFP4 with inputs quantized                    vLLM's emulation classes, which it offers on cards alone
     rotations of inputs (`transform_config`)              ours: Hadamard's; vLLM's own for matrices of the file
+    humming's layout, inputs left alone or in FP8         ours; the schemes of its layers are humming's own
     FP8 with inputs quantized                             vLLM's own; static ones beside scales of rows: ours, around it
 
 Loader, names, fused layers, choice of the scheme and the forward pass stay vLLM's. A weight is decoded once, at
@@ -28,11 +29,15 @@ from vllm.model_executor.kernels.linear.scaled_mm import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (
     HadamardTransform,
 )
-from vllm.model_executor.layers.quantization.humming import HummingConfig
+from vllm.model_executor.layers.quantization.humming import (
+    HummingConfig,
+    HummingLinearMethod,
+)
 from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms.interface import PlatformEnum
+from vllm.utils.import_utils import has_humming
 
 
 class _Decoded:
@@ -152,6 +157,51 @@ def hadamard(x: Tensor, inplace: bool = True) -> Tensor:
     return F.linear(x.float(), matrix.float() / x.shape[-1] ** 0.5).to(x.dtype)
 
 
+HUMMING_ELEMENTS = {"float4e2m1": E2M1, "float6e2m3": E2M3, "float6e3m2": E3M2}
+HUMMING_EIGHT_BITS = {"float8e4m3": torch.float8_e4m3fn, "float8e5m2": torch.float8_e5m2}
+
+
+class Humming(_Decoded):
+    """What vLLM's method for humming's layout does once the tensors are loaded, which needs a card. Inputs are as the layer's
+    schema, of the file, says."""
+
+    def __init__(self, weight_schema: Any, input_schema: Any) -> None:
+        self.name = str(weight_schema.b_dtype)
+        mode = getattr(input_schema.input_quant_mode, "value", None)
+        if mode not in (None, "none", "dynamic_token"):
+            raise NotImplementedError(f"inputs by {mode}")
+        self.rounds_inputs = mode == "dynamic_token"
+
+    def weight_of(self, layer: Any) -> Tensor:
+        codes = layer.weight.data.contiguous().view(torch.uint8)
+        scales = e8m0(layer.weight_scale.data.view(torch.uint8))
+        if self.name in HUMMING_ELEMENTS:
+            return decoded(codes, scales, HUMMING_ELEMENTS[self.name])
+        values = codes.view(HUMMING_EIGHT_BITS[self.name]).float()
+        return (values.unflatten(-1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+
+    def input_of(self, x: Tensor) -> Tensor:
+        return fp8_tokens(x) if self.rounds_inputs else x
+
+
+def register_humming() -> None:
+    """In the place of what needs a card in vLLM's method for that layout, where the library that reads its schemes is."""
+    if not has_humming():
+        return
+
+    def process_weights_after_loading(self: HummingLinearMethod, layer: Any) -> None:
+        self.kernel = Humming(self.weight_schema, self.input_schema)
+        self.kernel.process_weights_after_loading(layer)
+
+    def apply(
+        self: HummingLinearMethod, layer: Any, x: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        return self.kernel.apply_weights(layer, x, bias)
+
+    HummingLinearMethod.process_weights_after_loading = process_weights_after_loading
+    HummingLinearMethod.apply = apply
+
+
 def register(*, rounds_inputs: bool) -> None:
     """Offer these kernels to vLLM on the CPU.
 
@@ -174,6 +224,7 @@ def register(*, rounds_inputs: bool) -> None:
     per_tensor.input_quant_key = FP8ScaledMMLinearKernel.input_quant_key
     kernels.MarlinNvFp4LinearKernel = Nvfp4WeightsAlone
     custom_ops.hadacore_transform = hadamard
+    register_humming()
     HadamardTransform.cpu_linear = staticmethod(F.linear)  # vLLM forgets it there
     dtypes = [torch.float16, torch.bfloat16, torch.float32]
     for config in (QuarkConfig, ModelOptMixedPrecisionConfig, HummingConfig):

@@ -623,7 +623,8 @@ def test_how_vllm_runs_them_is_said_by_card():
     assert BY_HUMMING in said and INPUTS_IN_FP8.partition(" (")[0] in said
     for target, loader in HOW_IT_RUNS:
         (known,) = (x for x in TARGETS[target].loaders if x.name == loader)
-        pairs = {kind_of(w, f) for w in known.beside or () for f in known.input_formats}
+        beside = known.formats if known.beside is None else known.beside
+        pairs = {kind_of(w, f) for w in beside for f in known.input_formats}
         assert set(HOW_IT_RUNS[target, loader]) == known.formats | pairs
 
 

@@ -2,16 +2,19 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 import dmx
+from dmx.applying.apply import applied
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import make_plan, read_assignment
-from dmx.exporting._fresh_load import small_floats
-from dmx.exporting.humming import DTYPES
+from dmx.exporting._fresh_load import rows_of, small_floats
+from dmx.exporting.humming import DTYPES, FP8_TOKENS
+from dmx.exporting.verify import default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import BF16, FP8, MX_FORMATS, MXFP4, get_block_format
 from tests.exporting.conftest import mixed
@@ -71,6 +74,31 @@ def test_values_of_codes_are_counted_anew(block_format):
         assert torch.equal(
             dmx.fake_quant(values.repeat(8)[None, :32], block_format), values.repeat(8)[None, :32]
         )
+
+
+def test_fp8_inputs_are_asked_for_layer_by_layer(model, tmp_path):
+    assignment = mixed(model, MX_FORMATS, "fused", input_format="fp8")
+    done = dmx.export(
+        model, assignment, tmp_path / "out", target="humming", inputs=True, verify=False
+    )
+    config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
+    asked = [c for key, c in config["dynamic"].items() if key[0] == "+"]
+    assert all(FP8_TOKENS.items() <= c.items() for c in asked) and len(asked) == len(
+        assignment.quantized
+    )
+    assert FP8_TOKENS["allow_fallback"] is False  # vLLM prefers BF16 beside scales of blocks
+    back = dmx.load_exported(done.folder)
+    assert back.inputs and back.assignment.input_formats == assignment.input_formats
+    tokens = default_tokens(256)
+    with applied(model, assignment):
+        assert torch.equal(
+            rows_of(back.model, tokens, 2)["logits"], rows_of(model, tokens, 2)["logits"]
+        )
+    static = replace(assignment, input_amax=dict.fromkeys(assignment.quantized, 1.0))
+    with pytest.raises(
+        FormatError, match=r"with a scale a token; \d+ layers ask for others, first model"
+    ):
+        make_plan(static, target="humming", inputs=True, verify=False)
 
 
 def test_what_it_does_not_hold_is_refused(model):

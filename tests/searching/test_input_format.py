@@ -48,7 +48,11 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
         ),
         (
             {"target": "vllm_humming", "family": ["mxfp4", "mxfp8_e5m2"]},
-            r"target=vllm_humming: its files ask for no quantized inputs, .* Set search\.input_format=bf16",
+            r"target=vllm_humming: its files ask for no inputs in .* Set search\.input_format to bf16 or fp8",
+        ),
+        (
+            {"input_format": "fp8", "target": "vllm", "family": ["mxfp4", "bf16"]},
+            r"input_format=fp8 with bf16 in search\.family: no export .* weight in bf16\. Leave it out",
         ),
         (
             {"input_format": "bf16", "target": "vllm_modelopt", "family": ["nvfp4", "fp8"]},
