@@ -13,7 +13,7 @@ from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.space import build_space
 from dmx.errors import AssignmentError, FormatError
-from dmx.exporting import read_assignment
+from dmx.exporting import make_plan, read_assignment
 from dmx.formats import FP8, MXFP4, NVFP4, get_format
 from dmx.models.experts import linear_experts
 from dmx.numerics import quantize
@@ -203,6 +203,12 @@ def test_experts_in_fp8_need_inputs_for_vllm(model, tmp_path):
     ):
         dmx.export(model, uniform(model, FP8), tmp_path / "x", **vllm)
     dmx.export(model, uniform(model, FP8), tmp_path / "x", **vllm, inputs=True)
+    four = uniform(model, MXFP4)
+    four = dataclasses.replace(four, input_formats=dict.fromkeys(four.formats, "fp8"))
+    with pytest.raises(
+        FormatError, match="beside experts in mxfp4 are the choice of vLLM's kernel"
+    ):
+        make_plan(four, **vllm, inputs=True)
 
 
 @pytest.mark.parametrize(
