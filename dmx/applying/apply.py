@@ -8,7 +8,7 @@ from torch import nn
 
 from dmx.applying.linear import QuantLinear
 from dmx.applying.quantizers import BlockQuantizer, Quantizer
-from dmx.applying.stored import stored_weights
+from dmx.applying.stored import check_amax, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.errors import ModelError
 from dmx.formats import BlockFormat, Operand
@@ -16,7 +16,7 @@ from dmx.models import check_searchable
 from dmx.models.experts import install_experts
 from dmx.models.linears import plain_model
 from dmx.models.searchable import check_held
-from dmx.models.sharding import is_sharded
+from dmx.models.sharding import is_sharded, whole
 from dmx.models.swap import put_back, replace_layers
 from dmx.numerics.mx import INPUT_DTYPES
 from dmx.transforms.stage import Transform
@@ -135,6 +135,8 @@ def _apply(
             )
         if name in stored:
             stored[name].check(linear.weight, name)
+        elif weights:
+            check_amax(whole(linear.weight), assignment.amax_of_weight(name), name)
         return QuantLinear.wrap(
             linear,
             quantizer(name, "weight") if weights else None,

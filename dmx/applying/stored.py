@@ -31,6 +31,8 @@ from dmx.numerics.packing import pack_codes, unpack_codes
 SAMPLE_SIZE = 64
 SAMPLES_MAY_DIFFER = 2.0**-8
 """Relative, root mean square: rounding to bfloat16 explains 2**-9, another model's weights exceed it."""
+AMAX_MAY_DIFFER = 2.0**-6
+"""Relative, of one value, which may be rotated in bfloat16."""
 
 
 def _parts(block_format: BlockFormat) -> tuple[str, ...]:
@@ -155,6 +157,25 @@ class StoredWeight:
                 f"{difference:.2%} from the weight that was rounded. Load the model that was "
                 "rounded (id, revision, transform), or round this one."
             )
+
+
+@torch.no_grad()
+def check_amax(weight: Tensor, stated: float | None, layer: str) -> None:
+    """Raise AssignmentError for a weight that goes beyond what its scales are made for, up to its dtype: it would be cut
+    off there.
+
+    Args:
+        stated: `Assignment.amax_of_weight`; None: the weight's own.
+    """
+    if stated is None:
+        return
+    own = float(torch.where(weight.isfinite(), weight.abs(), 0).amax())
+    if own > stated * (1 + AMAX_MAY_DIFFER):
+        raise AssignmentError(
+            f"weight_amax of the assignment says {stated:.4g} of {layer}, whose weight reaches {own:.4g} here: the scales were "
+            "made for other weights. Load the model that the assignment was made for (id, revision, transform), "
+            "search this one, or take weight_amax out: an export for a runtime that shares scales states it anew."
+        )
 
 
 def to_tensors(weights: Mapping[str, StoredWeight]) -> dict[str, Tensor]:

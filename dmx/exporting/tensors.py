@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dmx.applying.stored import StoredWeight
+from dmx.applying.stored import StoredWeight, check_amax
 from dmx.errors import AssignmentError
 from dmx.exporting.layouts import LayerPlan, TensorSpec
 from dmx.exporting.packing import check_finite
@@ -117,12 +117,13 @@ def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
             encoded = layout.encode(source, layer.weight, layer.weight_rule)
         else:
             assert layout.encode_stored is not None
-            encoded = layout.encode_stored(stored or _rounded(source, layer))
+            encoded = layout.encode_stored(stored or _rounded(source, layer, name))
         return {f"{name}.{part}": tensor for part, tensor in {**encoded, **of_input}.items()}
 
     return Part({f"{name}.{part}": spec for part, spec in specs.items()}, make)
 
 
-def _rounded(weight: Tensor, layer: LayerPlan) -> StoredWeight:
+def _rounded(weight: Tensor, layer: LayerPlan, name: str) -> StoredWeight:
     check_finite(weight)
+    check_amax(weight, layer.weight_amax, name)
     return StoredWeight.of(weight, weight, layer.weight, layer.weight_rule, layer.weight_amax)

@@ -116,6 +116,21 @@ def test_stored_weights_keep_the_scales_that_they_were_made_for(
     assert torch.equal(logits, logits_of(model, shared, inputs=True))
 
 
+def test_scales_of_smaller_weights_are_refused(model, assignment, make_tiny, tmp_path):
+    shared = dmx.share_scales(model, assignment)
+    other = make_tiny("llama").model
+    with torch.no_grad():
+        for layer in shared.weight_amax:
+            other.get_submodule(layer).weight.mul_(1.5)
+    words = r"weight_amax of the assignment says .* of model.*, whose weight reaches .* here: .* made for other weights"
+    with pytest.raises(AssignmentError, match=words):
+        dmx.apply(other, shared)
+    with pytest.raises(AssignmentError, match=words):
+        dmx.export(other, shared, tmp_path / "out", verify=False, **VLLM)
+    assert not (tmp_path / "out").exists()
+    dmx.apply(other, shared, weights=False)
+
+
 def test_inputs_of_a_group_must_agree(model, assignment):
     layer = next(iter(sharing_groups(assignment).values()))[0]
     wrong = replace(assignment, input_amax={**assignment.input_amax, layer: 9.0})
