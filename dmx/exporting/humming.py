@@ -115,12 +115,16 @@ def _config(layers: Layers, kept: Sequence[str]) -> dict[str, Any]:
 
 def _check(layers: Layers, inputs: bool) -> None:
     asked = {name: layer for name, layer in layers.items() if inputs and layer.input is not None}
-    others = [n for n, x in asked.items() if x.input is not FP8 or x.input_amax is not None]
-    if others:
+    if others := [n for n, x in asked.items() if x.input is not FP8]:
         raise FormatError(
             f"target=humming, inputs=true: its kernels multiply inputs in bf16, or in fp8 with a scale a token; {len(others)} "
             f"layers ask for others, first {others[0]}: {asked[others[0]].input}. Use inputs=false, or search again with "
             "search.input_format=fp8."
+        )
+    if static := [n for n, x in asked.items() if x.input_amax is not None]:
+        raise FormatError(
+            f"target=humming, inputs=true: its kernels scale inputs in fp8 by the token, and {len(static)} layers have one "
+            f"scale for all, first {static[0]}. Leave static_inputs out."
         )
     if heads := [name for name in layers if HEAD in name]:
         raise FormatError(
