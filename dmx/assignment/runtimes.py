@@ -7,7 +7,7 @@ folder says. Read in its source (order of kernels by compute capability); `RAN` 
 from collections.abc import Iterable, Mapping
 
 from dmx.assignment.targets import TARGETS
-from dmx.formats import BLOCK_FORMATS
+from dmx.formats import BLOCK_FORMATS, MX_FORMATS
 
 WEIGHTS_ALONE = "weights alone"
 NATIVE = "native"
@@ -35,6 +35,8 @@ _VLLM_NVFP4 = {"Hopper": WEIGHTS_ALONE, "Blackwell": _AS_ASKED}
 _EVERYWHERE = dict.fromkeys(CARDS, NATIVE)
 _SIX_BITS = dict.fromkeys(CARDS, BY_HUMMING)
 
+_WITH = " with inputs in "
+
 
 def kind_of(weight: str, of_input: str | None = None) -> str:
     """What layers are told apart by: the weight's format, and the input's where the files ask for another.
@@ -54,7 +56,6 @@ def kinds_of(pairs: Iterable[tuple[str, str | None]]) -> list[str]:
     return sorted(found, key=lambda kind: (found[kind], kind))
 
 
-_WITH = " with inputs in "
 W4A8 = kind_of("mxfp4", "fp8")
 _VLLM_W4A8 = {
     "Hopper": "native, from 0.32, else weights alone",
@@ -75,15 +76,9 @@ _VLLM_QUARK = {
     **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2"), _SIX_BITS),
     **{kind_of("mxfp4", f): _SIX_BITS for f in ("mxfp6_e2m3", "mxfp6_e3m2")},
 }
-_FIVE = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2")
-_HUMMING = {f: dict.fromkeys(CARDS, WEIGHTS_ALONE) for f in _FIVE}
-_HUMMING |= {
-    kind_of(f, "fp8"): {
-        "Hopper": "native, from 0.32",
-        "Blackwell": "native but slow, from 0.32",
-    }
-    for f in _FIVE
-}
+_HUMMING_FP8 = {"Hopper": "native, from 0.32", "Blackwell": "native but slow, from 0.32"}
+_HUMMING = {f.name: dict.fromkeys(CARDS, WEIGHTS_ALONE) for f in MX_FORMATS}
+_HUMMING |= {kind_of(f.name, "fp8"): _HUMMING_FP8 for f in MX_FORMATS}
 _MODELOPT = {"nvfp4": _VLLM_NVFP4, "fp8": _EVERYWHERE}
 
 HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
@@ -93,6 +88,13 @@ HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("modelopt_checkpoint", "vLLM"): _MODELOPT,
 }
 """target and loader -> kind of layer (`kind_of`) -> card -> words. Loaders that are not here are `EMULATED`."""
+_INPUTS = {
+    WEIGHTS_ALONE: "left alone",
+    BY_HUMMING: "left alone",
+    INPUTS_IN_FP8: "in fp8",
+    _QUARK_MXFP4["Hopper"]: "in fp8",
+}
+"""Words -> what becomes of inputs that the files ask for in the weight's format, where that is something else."""
 
 
 def how_it_runs(target: str, loader: str, card: str, kinds: Iterable[str]) -> dict[str, str]:
@@ -124,15 +126,6 @@ def inputs_otherwise(
             if word in _INPUTS:
                 found.setdefault(card, {}).setdefault(_INPUTS[word], []).append(f)
     return found
-
-
-_INPUTS = {
-    WEIGHTS_ALONE: "left alone",
-    BY_HUMMING: "left alone",
-    INPUTS_IN_FP8: "in fp8",
-    _QUARK_MXFP4["Hopper"]: "in fp8",
-}
-"""What becomes of inputs that the files ask for in the weight's format."""
 
 
 def joined(words: Mapping[str, str]) -> str:

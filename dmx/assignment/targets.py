@@ -34,8 +34,6 @@ _VLLM_INPUT_RULES: Mapping[str, tuple[ScaleRule, ...]] = {
 }
 """MXFP4's `even` is that of vLLM's emulation, which ran; FlashInfer, on Blackwell, rounds amax / largest value up for
 both formats (read), and nothing else there quantizes inputs to MXFP8."""
-VLLM_W4A8 = "vLLM >= 0.32 + humming-kernels"
-"""What runs MXFP4 weights beside FP8 inputs, a scale a token; without it vLLM takes other inputs, with a line in its log."""
 _MODELOPT_FORMATS = frozenset({"nvfp4", "fp8"})
 _DMX_FORMATS = frozenset(BLOCK_FORMATS)
 
@@ -215,7 +213,7 @@ TARGETS: dict[str, Target] = {
                 input_formats=frozenset({"fp8"}),
                 beside=frozenset({"mxfp4"}),
                 input_rules=_VLLM_INPUT_RULES,
-                notes=(f"inputs in fp8 beside mxfp4: {VLLM_W4A8}",),
+                notes=("inputs in fp8 beside mxfp4: vLLM >= 0.32 + humming-kernels",),
                 architectures=VLLM_ARCHITECTURES,
                 unquantized=VLLM_UNQUANTIZED,
             ),

@@ -441,7 +441,9 @@ def _check_unequal(assignment: Assignment, target: str, profile: str | None) -> 
             f"{layer}), and the runtime would quantize them. Use {way_out}."
         )
     can = f"in {', '.join(sorted(held))} alone" if held else "in none"
-    where = "in another format" if loader.beside is None else f"in {', '.join(loader.beside)}"
+    where = (
+        "in another format" if loader.beside is None else f"in {', '.join(sorted(loader.beside))}"
+    )
     raise FormatError(
         f"{setting}, inputs=true: runs inputs {can} beside weights {where}; {len(refused)} "
         f"layers ask for others, first {layer}: weight {weight}, input {of_input}. Use {_ways_of_inputs(assignment)}"

@@ -19,7 +19,7 @@ from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import KEPT_OF, Kept, SearchFacts
 from dmx.assignment.space import SearchSpace, build_space
-from dmx.assignment.targets import SEARCH_TARGETS, split_groups
+from dmx.assignment.targets import split_groups
 from dmx.data.batches import batches_sha256, list_batches
 from dmx.errors import FormatError, ModelError
 from dmx.files import check_writable, read_json, sha256, write_json
@@ -92,15 +92,15 @@ def _search_space(
 ) -> SearchSpace:
     check_searchable(model, allow_unsearched=config.allow_unsearched)
     kept = {*float32_layers(model)} | {*(unread_layers(model) if unreached is None else unreached)}
-    if config.target != "any":
-        loader = SEARCH_TARGETS[config.target]
-        kept |= {name for name in linear_layers(model) if loader.builds_unquantized(name)}
+    runtime = config.runtime
+    if runtime is not None:
+        kept |= {name for name in linear_layers(model) if runtime.builds_unquantized(name)}
     space = build_space(
         model,
         config.format_family.formats,
         units=config.units,
         experts=config.experts,
-        joins_experts=config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units,
+        joins_experts=runtime is not None and runtime.needs_fused_units,
         exclude=config.exclude,
         fixed=config.fixed,
         include_lm_head=config.include_lm_head,
@@ -112,7 +112,7 @@ def _search_space(
     if config.rotation.file is not None:
         asked_transform(config, space)
     _check_experts(space, config)
-    if config.target != "any" and SEARCH_TARGETS[config.target].needs_fused_units:
+    if runtime is not None and runtime.needs_fused_units:
         _check_groups(space, config)
     return space
 
