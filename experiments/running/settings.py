@@ -296,16 +296,15 @@ class SearchingRun:
     def unused(self, weights: Collection[str], searches: Collection[str]) -> list[str]:
         """Of settings that other stages of the weights would use, and these do not, in a sentence for each group. They are
         not refused, as an experiment may have set them for the stage that a command takes another for."""
-        groups: dict[str, LearnConfig | TrainingConfig] = {}
-        if "learned" not in weights:
-            groups["learn"] = self.learn
-        if self.training_for(weights, searches) is None:
-            groups["training"] = self.training
-        return [
-            f"{group}.{changed[0]} is not used: it is for weights=learned, and weights={','.join(weights)}."
-            for group, config in groups.items()
-            if (changed := _changed(config))
-        ]
+        here = f"weights={','.join(weights)}"
+        said = []
+        if "learned" not in weights and (changed := _changed(self.learn)):
+            said.append(f"learn.{changed[0]} is not used: it is for weights=learned, and {here}.")
+        if self.training_for(weights, searches) is None and (changed := _changed(self.training)):
+            said.append(
+                f"training.{changed[0]} is not used: it is for weights=learned and search=joint, and {here}."
+            )
+        return said
 
     def check_shared(self, processes: int, training: CalibrationConfig | None) -> None:
         """Raise ConfigError for batches whose rows so many processes cannot share evenly."""

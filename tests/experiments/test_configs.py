@@ -171,7 +171,9 @@ def test_settings_of_weights_that_do_not_learn_here_are_named():
     run = built("learn.steps=7", "training.batches=3")
     of_learn, of_training = run.unused(["nearest", "mse"], ["kl"])
     assert of_learn.startswith("learn.steps=7 is not used: it is for weights=learned, and weights=")
-    assert of_training.startswith("training.batches=3 is not used")
+    assert of_training.startswith(
+        "training.batches=3 is not used: it is for weights=learned and search=joint"
+    )
     assert run.unused(["nearest"], ["joint"]) == [of_learn.replace("nearest,mse", "nearest")]
     assert run.unused(["learned"], ["kl"]) == built().unused(["nearest"], ["kl"]) == []
 
