@@ -455,12 +455,8 @@ def visible_cards(device: str) -> list[str]:
 def run_together(arguments: Sequence[str], count: int, device: str) -> int:
     """So many processes of this command, over the cards by turns; ends as the worst of them."""
     cards = visible_cards(device)
-    alone = [
-        "--at-once",
-        "1",
-        "--beside",
-        str(count - 1),
-    ]  # of an option given twice the last holds
+    # of an option given twice the last holds
+    alone = ["--at-once", "1", "--beside", f"{count - 1}"]
     command = [sys.executable, "-m", "scripts.peers", *arguments, *alone]
     threads = str(max(1, (os.cpu_count() or 1) // count))
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)

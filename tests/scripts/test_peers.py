@@ -388,7 +388,6 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
 WORKER = """#!{python}
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
 sys.path.insert(0, {root!r})
 from scripts.claiming import claimed
 from scripts.peers.protocol import end_with

@@ -14,7 +14,7 @@ ERRORS = ("format", "inputs", "weights", "error", "worst output", "emulated")
 def humming_page(title: str, record: Mapping[str, Any]) -> str:
     """Errors, and times by shape."""
     errors, times = record["errors"], record["times"]
-    machine = record["machine"]
+    machine, note = record["machine"], record.get("note")
     lines = [
         f"# {title}",
         "",
@@ -22,7 +22,7 @@ def humming_page(title: str, record: Mapping[str, Any]) -> str:
         "",
         f"- {machine['name']}, torch {machine['torch']}, humming-kernels {record['humming']}, kernels compiled by "
         f"{record['compiler']} when first met; the whole run {record['seconds']:.0f} s."
-        + (f" {note}" if (note := record.get("note")) else ""),
+        + (f" {note}" if note else ""),
         "- Weights are packed by dmx and given to humming byte for byte. FP8 inputs: one scale a token, e4m3, and e5m2 "
         "beside weights in e5m2; the error is of the product alone, of the inputs that the kernel had.",
         "",

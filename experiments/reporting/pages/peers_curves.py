@@ -170,8 +170,8 @@ def _beside(curves: Sequence[Curve]) -> list[str]:
     counts = sorted({r.time.most for curve in curves for r in curve.results})
     if counts == [0]:
         return []
-    few = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    return [f"Seconds were taken beside {few} other cells, which makes them longer.", ""]
+    others = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return [f"Seconds were taken beside {others} other cells, which makes them longer.", ""]
 
 
 def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figure]]:

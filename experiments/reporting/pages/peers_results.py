@@ -32,6 +32,7 @@ SHOWN = tuple(dict.fromkeys(m for of in DEFAULTS.values() for names in of.values
 TOLD = "rule"
 """Option of our searches: the scale rule that they searched under."""
 UNTOLD = "floor"
+"""Theirs where it is not given."""
 
 Kind = tuple[str, str]
 """What is quantized, W+A or W, and the scale rule: of the inputs where finished weights have one of their own."""
@@ -294,7 +295,7 @@ def default(results: Sequence[Result], gives: str, rule: str) -> Result | None:
     """What stands for us among results for one request: of DEFAULTS the first that was told the rule, else the first."""
     if not results:
         return None
-    methods = DEFAULTS.get(results[0].first.device.type, DEFAULTS["cuda"])[gives]
+    methods = DEFAULTS[results[0].first.device.type][gives]
     found = [r for m in methods if (r := told(results, m, rule)) is not None and r.gives == gives]
     return min(found, key=lambda r: r.told != rule, default=None)  # the first of them
 

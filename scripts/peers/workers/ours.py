@@ -16,6 +16,7 @@ from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
 
+from ..tools import RULE
 from .common import Cell, main
 
 EXACT: dict[str, Any] = {
@@ -41,7 +42,7 @@ def config_of(cell: Cell) -> SearchConfig:
     asked = cell.request
     units = "fused" if any(len(unit) > 1 for unit in asked.units) else "layer"
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
-    if (rule := asked.options.get("rule")) is not None:
+    if (rule := asked.options.get(RULE)) is not None:
         shared["scale_rules"] = ScaleRulesConfig(weight=rule, input=rule)
     exact: dict[str, Any] = {"objective": "kl", "descent": DescentConfig(**EXACT)}
     method = "kl_per_bit" if asked.given else asked.method
