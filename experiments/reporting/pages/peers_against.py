@@ -170,7 +170,7 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
         "stands the search that was told that rule; `told` names the rule where none was told this one. Seconds are medians over "
         "seeds, those of finished weights with the fastest search that chose their formats; beside how many other cells they were "
-        "taken, where any, is said, and ours are faster only where beside as many at least. `amp off`: auto-round "
+        "taken is said where the record says it, and ours are faster only where beside as many at least. `amp off`: auto-round "
         "computed in float32.",
         *_where_not(results),
         *tables,
