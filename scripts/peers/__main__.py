@@ -287,10 +287,6 @@ class Grid:
         method = PEERS[cell.peer].methods[cell.method]
         return {k: v for k, v in self.options.items() if k in (*method.needs, *method.takes)}
 
-    def _beside(self) -> list[str]:
-        """What a record says of other cells at the same time."""
-        return [f"beside {n} other cells"] if (n := self.given.beside) else []
-
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
         assert after is not None
@@ -364,7 +360,8 @@ class Grid:
             "said_bits": answer.said_bits,
             "own": own,
             "weight_rule": rule,
-            "notes": [*answer.notes, *self._beside()],
+            "notes": answer.notes,
+            "beside": self.given.beside,
             "cannot": list(peer.cannot),
         }
         return facts, rows

@@ -151,8 +151,7 @@ def test_finished_weights_count_the_search_before_and_must_be_faster():
 
 
 def beside(of, count):
-    notes = [*of.actual["notes"], f"beside {count} other cells"]
-    return replace(of, actual={**of.actual, "notes": notes})
+    return replace(of, actual={**of.actual, "beside": count})
 
 
 def test_seconds_beside_other_cells_are_told_apart_and_make_nothing_of_ours_faster():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,9 +65,8 @@ def rows_of(record: Record) -> int:
 
 
 def beside_of(record: Record) -> int:
-    """Other cells that ran at the same time, which makes seconds longer."""
-    found = (re.fullmatch(r"beside (\d+) other cells", note) for note in record.actual["notes"])
-    return next((int(match[1]) for match in found if match), 0)
+    """Other cells that ran at the same time, which makes seconds longer; older records do not say."""
+    return int(record.actual.get("beside", 0))
 
 
 @dataclass(frozen=True)
