@@ -135,8 +135,8 @@ def _apply(
             )
         if name in stored:
             stored[name].check(linear.weight, name)
-        elif weights:
-            check_amax(whole(linear.weight), assignment.amax_of_weight(name), name)
+        elif weights and (stated := assignment.amax_of_weight(name)) is not None:
+            check_amax(whole(linear.weight), stated, name)
         return QuantLinear.wrap(
             linear,
             quantizer(name, "weight") if weights else None,

@@ -160,15 +160,13 @@ class StoredWeight:
 
 
 @torch.no_grad()
-def check_amax(weight: Tensor, stated: float | None, layer: str) -> None:
+def check_amax(weight: Tensor, stated: float, layer: str) -> None:
     """Raise AssignmentError for a weight that goes beyond what its scales are made for, up to its dtype: it would be cut
     off there.
 
     Args:
-        stated: `Assignment.amax_of_weight`; None: the weight's own.
+        stated: `Assignment.amax_of_weight`.
     """
-    if stated is None:
-        return
     own = float(torch.where(weight.isfinite(), weight.abs(), 0).amax())
     if own > stated * (1 + AMAX_MAY_DIFFER):
         raise AssignmentError(

@@ -125,5 +125,6 @@ def _quantized_part(name: str, weight: Tensor, plan: Plan) -> Part:
 
 def _rounded(weight: Tensor, layer: LayerPlan, name: str) -> StoredWeight:
     check_finite(weight)
-    check_amax(weight, layer.weight_amax, name)
+    if layer.weight_amax is not None:
+        check_amax(weight, layer.weight_amax, name)
     return StoredWeight.of(weight, weight, layer.weight, layer.weight_rule, layer.weight_amax)
