@@ -30,7 +30,7 @@ class ExportRun:
     model: ModelConfig
     data: DataPair
     assignment: str
-    """Path of an assignment.json, or of another tool's config; or an MX format for all layers."""
+    """Path of an assignment.json, or of another tool's config; or a block format for all layers."""
     target: str
     """assignment | compressed_tensors | quark | humming | modelopt_checkpoint | torchao, or names alone:
     llm_compressor | modelopt | auto_round | llama_cpp."""

@@ -253,7 +253,7 @@ class SearchSpace:
         if warn and budget.limit >= high:
             warnings.warn(
                 f"budget.limit={budget.limit:g} {budget.unit} is not below the dearest assignment "
-                f"({high:.4g}): every layer gets {self.formats[-1]}.",
+                f"({high:.4g}): it holds no layer back from {self.formats[-1]}, and a layer that has less does not gain by more.",
                 stacklevel=2,
             )
 

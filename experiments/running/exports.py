@@ -63,7 +63,7 @@ class Export:
         if source.uniform is BF16 or source.files is not None:
             raise ConfigError(
                 f"assignment={assignment} gives no formats to quantize this model to. Give an "
-                "assignment.json or an MX format."
+                "assignment.json or a block format, such as mxfp4 or nvfp4."
             )
         if folder and not Path(run_folder, "record.json").exists():
             check_new(Path(folder))

@@ -192,6 +192,8 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
             raise RunError(
                 f"--option {text}: what is asked for takes {', '.join(f'{k}=VALUE' for k in known) or 'none'}."
             )
+        if key in options:
+            raise RunError(f"--option {key} is given twice, {options[key]} and {value}: give one.")
         options[key] = value
     if (rule := options.get(RULE, SCALE_RULES[0])) not in SCALE_RULES:
         raise RunError(f"--option {RULE}={rule}: there are {', '.join(SCALE_RULES)}.")
@@ -211,7 +213,11 @@ def device_of(name: str) -> str:
 
 
 def check_tokens(given: argparse.Namespace) -> None:
-    """Raise RunError for numbers of tokens that are no whole rows."""
+    """Raise RunError for rows that predict nothing, and for numbers of tokens that are no whole rows."""
+    if given.token_window < 2:
+        raise RunError(
+            f"--token-window {given.token_window}: a row needs at least 2 tokens, to predict one of them."
+        )
     if wrong := [n for n in given.tokens if n < 1 or n % given.token_window]:
         raise RunError(
             f"--tokens {wrong[0]}: rows have --token-window {given.token_window} tokens. Give a multiple, or other rows."

@@ -245,7 +245,7 @@ def test_the_lowest_budget_that_a_refusal_names_is_taken():
 
 def test_a_budget_above_all_gives_all_high_and_says_so():
     space = make_space([1, 2])
-    with pytest.warns(UserWarning, match=r"not below the dearest assignment .* gets mxfp6_e2m3"):
+    with pytest.warns(UserWarning, match=r"not below the dearest .* no layer back from mxfp6_e2m3"):
         space.check_budget(Budget(6.0))
     assert project(space, Budget(16.0), [0, 0], np.zeros((2, 1))).tolist() == [1, 1]
 

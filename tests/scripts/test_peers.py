@@ -313,6 +313,8 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
     for more, said in (
         (["--option", "iter=5"], "--option iter=5: what is asked for takes iters=VALUE."),
         (["--option", "iters"], "--option iters: what is asked for takes iters=VALUE."),
+        (["--option", "iters=5", "iters=6"], "--option iters is given twice, 5 and 6: give one."),
+        (["--token-window", "0"], "--token-window 0: a row needs at least 2 tokens"),
         (["--tokens", "300"], "--tokens 300: rows have --token-window 256 tokens."),
     ):
         assert peers.main(["none", "--out", "x", "--peers", "auto_round:sign_round", *more]) == 2
