@@ -397,11 +397,11 @@ class SearchSettings:
         fixed = {get_format(f).name for f in self.fixed.values()}
         others = {f.name for f in self.format_family.formats} | fixed
         others -= {asked, BF16.name}
-        if asked is None and not target.own_inputs and self.choices == "joint":
+        if asked is None and not target.own_inputs:
             raise FormatError(
                 f"search.target={self.target}: its files ask for no inputs in the weights' formats, and search.input_format=null "
-                f"measures inputs in the formats of their weights. Set search.input_format to "
-                f"{' or '.join(sorted({BF16.name, *held}))}."
+                f"measures inputs in them. Set search.input_format to {' or '.join(sorted({BF16.name, *held}))}, with "
+                "search.choices=joint."
             )
         if asked not in (None, BF16.name) and BF16 in self.format_family.formats:
             raise FormatError(
@@ -419,7 +419,7 @@ class SearchSettings:
         raise FormatError(
             f"search.input_format={asked}: {target.name} of search.target={self.target} cannot run "
             f"inputs in it beside weights in {', '.join(sorted(others))}. Beside weights in another "
-            f"format it takes inputs in {names}. Use one of these, search.input_format=null, or "
+            f"format it takes inputs in {names}. Use one of these, {'search.input_format=null, ' * target.own_inputs}or "
             "search.target=any."
         )
 

@@ -51,6 +51,14 @@ DESCENT = {"objective": "kl", "steps": 3, "evaluate_every": 3}
             r"target=vllm_humming: its files ask for no inputs in .* Set search\.input_format to bf16 or fp8",
         ),
         (
+            {"input_format": "mxfp8", "target": "vllm_humming", "family": ["mxfp4", "mxfp8"]},
+            r"takes inputs in bf16, fp8\. Use one of these, or search\.target=any",
+        ),
+        (
+            {"choices": "separate", "target": "vllm_humming", "family": ["mxfp4", "mxfp8"]},
+            r"Set search\.input_format to bf16 or fp8, with search\.choices=joint",
+        ),
+        (
             {"input_format": "fp8", "target": "vllm", "family": ["mxfp4", "bf16"]},
             r"input_format=fp8 with bf16 in search\.family: no export .* weight in bf16\. Leave it out",
         ),
