@@ -44,6 +44,7 @@ from torch import Tensor
 import dmx
 from dmx.errors import DmxError, RunError
 from dmx.files import read_json, sha256, write_json
+from dmx.models.weight_files import check_whole
 from scripts.serve_check import compare, joining
 
 SCHEMA = "dmx.serve_check/1"
@@ -173,6 +174,9 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
             raise RunError(
                 f"{folder / 'config.json'} is damaged: it is no JSON object. Export again."
             )
+        for path in sorted(folder.glob("*.safetensors")):
+            check_whole(path)
+        compare.facts_of(folder)
     for name, least in LEAST.items():
         if (value := getattr(asked, name)) < least:
             raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")

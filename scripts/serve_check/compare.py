@@ -30,6 +30,7 @@ from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.loading import is_exported, load_exported
 from dmx.exporting.names import model_names
 from dmx.formats import BLOCK_FORMATS, FP8, NVFP4, BlockFormat
+from dmx.models.weight_files import check_whole
 from dmx.numerics.rounding import round_to_element
 
 LEFT_ALONE = "left alone"
@@ -295,9 +296,15 @@ def perplexity(log_probabilities: Tensor) -> float:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Content of the file that an export leaves; {} where there is none."""
+    """Content of the file that an export leaves; {} where there is none, ModelError where it is damaged."""
     path = folder / FACTS_FILE
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    check_whole(path)
+    facts = json.loads(path.read_text())
+    if not isinstance(facts, dict):
+        raise ModelError(f"{path} is damaged: it is no JSON object. Export again.")
+    return facts
 
 
 def stated_in(folder: Path) -> dict[str, Any]:

@@ -61,8 +61,9 @@ def stored(path: Path, head: Record, versions: Mapping[str, str]) -> dict[str, A
     """
     try:
         record: dict[str, Any] = read_json(path)
-        rows = {row["folder"] for row in record["rows"]}
-        models, _ = record["models"], record["note"]
+        rows = {str(Path(row["folder"])) for row in record["rows"]}
+        ran = [dict(row.get("versions", versions)) for row in record["rows"]]
+        models, _ = list(record["models"]), record["note"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RunError(
             f"--add: {path} is no record of this check ({type(error).__name__}: {error}). Leave --add out: "
@@ -75,10 +76,10 @@ def stored(path: Path, head: Record, versions: Mapping[str, str]) -> dict[str, A
                 f"--add: {path} has {key} = {record.get(key)!r}, this run {value!r}; rows of one record are of one "
                 f"check. {way_out}"
             )
-    for row in record["rows"]:
-        if (ran := row.get("versions", versions)) != versions:
+    for row, engine in zip(record["rows"], ran, strict=True):
+        if engine != versions:
             raise RunError(
-                f"--add: {path} has {row['folder']} of {_named(ran)}, this run's engine is {_named(versions)}; rows of one "
+                f"--add: {path} has {row['folder']} of {_named(engine)}, this run's engine is {_named(versions)}; rows of one "
                 f"record are of one engine. {way_out}"
             )
     if any(model not in models for model in head["models"]):

@@ -236,6 +236,8 @@ def test_without_an_engine_it_says_how_to_get_one(folder, monkeypatch, capsys):
 ASKED_WRONG = {
     "config.json: give folders": ["{place}/none"],
     "config.json is damaged": ["{place}/damaged"],
+    "model.safetensors is damaged": ["{place}/cut"],
+    "dmx_export.json is damaged": ["{place}/stated"],
     "none/x has no config.json": ["{folder}", "--baseline", "{place}/none/x"],
     "--rows 0 must be at least 1": ["{folder}", "--rows", "0"],
     "--window 1 must be at least 2": ["{folder}", "--window", "1"],
@@ -256,6 +258,13 @@ def test_what_cannot_be_run_is_refused_before_the_engine_starts(
 ):
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "config.json").write_text('{"vocab_size":')
+    for name, file, content in (
+        ("cut", "model.safetensors", "12345"),
+        ("stated", "dmx_export.json", "[]"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"vocab_size": 99}')
+        (tmp_path / name / file).write_text(content)
     given = [a.format(folder=folder, place=tmp_path) for a in ASKED_WRONG[said]]
     monkeypatch.setattr(sys, "argv", ["serve_check", *given, "--python", sys.executable])
     monkeypatch.setattr(serve_check, "_run_worker", lambda *given: pytest.fail("it started"))
@@ -500,6 +509,9 @@ def test_rows_join_a_record_alone(check_places, tmp_path, capsys):
     (tmp_path / "record.json").write_text('{"rows": []}')
     assert check_places("a", "--add") == 2
     assert "record.json is no record of this check (KeyError: 'models'" in capsys.readouterr().err
+    assert check_places("a", versions=None) == 0
+    assert check_places("a", "--add") == 2
+    assert "record.json is no record of this check (TypeError" in capsys.readouterr().err
 
 
 def test_outputs_of_zero_are_equal_and_what_is_not_finite_is_named():
