@@ -2,7 +2,8 @@
 
 from dmx.searching.config import SearchConfig, SearchSettings
 from dmx.searching.result import SearchResult
-from dmx.searching.run import search, search_space, seeing_inputs, uniform_assignment
+from dmx.searching.run import search, uniform_assignment
+from dmx.searching.space import search_space, seeing_inputs
 
 __all__ = [
     "SearchConfig",

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,27 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
-from dmx.applying.calibrate import calibrated_layers
 from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.facts import KEPT_OF, Kept, SearchFacts
-from dmx.assignment.space import SearchSpace, build_space
-from dmx.assignment.targets import split_groups
+from dmx.assignment.space import SearchSpace
 from dmx.data.batches import batches_sha256, list_batches
-from dmx.errors import FormatError, ModelError
-from dmx.files import check_writable, read_json, sha256, write_json
-from dmx.formats import BF16, BlockFormat
+from dmx.errors import ModelError
+from dmx.files import check_writable, sha256
+from dmx.formats import BlockFormat
 from dmx.kernels.losses import cross_entropy
-from dmx.models import check_searchable
-from dmx.models.backbone import text_config, unreached_layers, unread_layers
-from dmx.models.experts import counting_tokens, experts_path, linear_experts
+from dmx.models.backbone import text_config, unread_layers
+from dmx.models.experts import linear_experts
 from dmx.models.finite import check_finite_weights, not_finite
 from dmx.models.identity import model_fingerprint
-from dmx.models.in_files import float32_layers
-from dmx.models.linears import FUSED_GROUPS, linear_layers, match_layers, plain_model
-from dmx.models.memory import MicroBatch
-from dmx.models.ranges import input_amax
+from dmx.models.linears import FUSED_GROUPS, plain_model
 from dmx.models.running import evaluating, model_logits
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import refuse_pieces
@@ -54,138 +48,20 @@ from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.searching.scan import Scan
+from dmx.searching.space import search_space, seeing_inputs, with_static_inputs
 from dmx.searching.transforming import (
     asked_transform,
     selected_transform,
     selecting_config,
     transformed_layers,
 )
+from dmx.searching.unreached import (
+    Unreached,
+    unreached_alone,
+    warn_of_rare_experts,
+    warn_of_unreached,
+)
 from dmx.transforms.stage import Transform, transformed
-
-FEW_TOKENS = 64
-"""Tokens below which what was measured of one expert says little of it."""
-UNREACHED_FILE = "unreached.json"
-"""Of a search's folder: the layers that no calibration token runs."""
-
-
-def search_space(
-    model: nn.Module, config: SearchSettings, *, unreached: Collection[str] | None = None
-) -> SearchSpace:
-    """Units and candidates of a model under a config; a meta-device model will do.
-
-    Args:
-        unreached: layers that no calibration token runs; None: those outside the text backbone.
-
-    Raises:
-        ModelError: quantized, PEFT, mostly outside nn.Linear, nothing to search, a pattern that
-            matches nothing. FormatError: patterns that split a group which the target fuses.
-        AssignmentError: search.rotation.file is missing, damaged, or of another model.
-    """
-    if is_applied(model):
-        raise ModelError("an assignment is applied to this model; call dmx.restore(model) first")
-    with linear_experts(model, config.experts_form):
-        return _search_space(model, config, unreached)
-
-
-def _search_space(
-    model: nn.Module, config: SearchSettings, unreached: Collection[str] | None
-) -> SearchSpace:
-    check_searchable(model, allow_unsearched=config.allow_unsearched)
-    kept = {*float32_layers(model)} | {*(unread_layers(model) if unreached is None else unreached)}
-    runtime = config.runtime
-    if runtime is not None:
-        kept |= {name for name in linear_layers(model) if runtime.builds_unquantized(name)}
-    space = build_space(
-        model,
-        config.format_family.formats,
-        units=config.units,
-        experts=config.experts,
-        joins_experts=runtime is not None and runtime.needs_fused_units,
-        exclude=config.exclude,
-        fixed=config.fixed,
-        include_lm_head=config.include_lm_head,
-        weighting=config.weighting,
-        choices=config.choices,
-        input_format=config.input_format,
-        kept=kept,
-    )
-    if config.rotation.file is not None:
-        asked_transform(config, space)
-    _check_experts(space, config)
-    if runtime is not None and runtime.needs_fused_units:
-        _check_groups(space, config)
-    return space
-
-
-def seeing_inputs(
-    model: nn.Module,
-    space: SearchSpace,
-    batches: Sequence[Tensor],
-    micro: MicroBatch | None = None,
-) -> SearchSpace:
-    """The space with what inputs reach on the batches, where a candidate needs it.
-
-    Args:
-        model: with its transform.
-        micro: rows that run at a time, None: whole batches.
-    """
-    if not space.needs_input_amax():
-        return space
-    layers = [*space.unit_of("weight"), *space.fixed]
-    return replace(space, input_amax=_seen(model, layers, batches, micro))
-
-
-def _check_experts(space: SearchSpace, config: SearchSettings) -> None:
-    """Raise FormatError for experts that no export for the target holds."""
-    if config.runtime is None or config.runtime.takes_experts:
-        return
-    experts = [layer for unit in space.units for layer in unit.layers if experts_path(layer)]
-    experts += [layer for layer, f in space.fixed.items() if f is not BF16 and experts_path(layer)]
-    if experts:
-        raise FormatError(
-            f"search.target={config.target}: how its files hold quantized experts is not known here ({len(experts)} "
-            f"layers, first {experts[0]}). Set search.exclude=['*.experts.*'], or search.target=vllm."
-        )
-
-
-def _with_static_inputs(
-    model: nn.Module, assignment: Assignment, batches: Sequence[Tensor], config: SearchSettings
-) -> Assignment:
-    """The assignment with the one scale of each fp8 input, of the batches that nvfp4 inputs have theirs of."""
-    known = assignment.input_amax or {}
-    layers = [name for name in calibrated_layers(assignment, static=True) if name not in known]
-    if not layers:
-        return assignment
-    with transformed(model, Transform.of(assignment), assignment.transformed):
-        seen = _seen(model, layers, batches, config.rows_at_a_time())
-    return replace(assignment, input_amax={**known, **seen})
-
-
-def _seen(
-    model: nn.Module,
-    layers: Sequence[str],
-    batches: Sequence[Tensor],
-    micro: MicroBatch | None,
-) -> dict[str, float]:
-    """`input_amax` over the batches of all processes."""
-    device = next(model.parameters()).device
-    processes = Processes(device)
-    seen = input_amax(model, layers, [processes.own_rows(batch) for batch in batches], micro)
-    # float64 holds what float32 does: one process has the same numbers.
-    values = torch.tensor(list(seen.values()), dtype=torch.float64, device=device)
-    return dict(zip(seen, processes.largest(values).tolist(), strict=True))
-
-
-def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
-    """Raise FormatError where exclude or fixed take only some layers of a fused group."""
-    formats = {layer: "searched" for unit in space.units for layer in unit.layers}
-    formats |= {layer: block_format.name for layer, block_format in space.fixed.items()}
-    if split := split_groups(formats, space.unquantized):
-        raise FormatError(
-            f"search.target={config.target} runs each fused group as one product, and search.exclude "
-            f"or search.fixed take some of its layers only in {len(split)} groups, first {split[0]}. "
-            "Name all layers of a group, or none."
-        )
 
 
 def search(
@@ -252,12 +128,12 @@ def _search(
     where = None if folder is None else Path(folder)
     if where is not None and own_rank() == 0:
         check_writable(where)
-    found = _Unreached(model, listed, hashed, where, config.rows_at_a_time())
-    _warn_of_rare_experts(found.expert_tokens, config)
-    unreached = _alone(found.layers, model, config)
+    found = Unreached(model, listed, hashed, where, config.rows_at_a_time())
+    warn_of_rare_experts(found.expert_tokens, config)
+    unreached = unreached_alone(found.layers, model, config)
     if unreached or unread_layers(model):
         space = search_space(model, config, unreached=unreached)
-        _warn_of_unreached(unreached, space, config)
+        warn_of_unreached(unreached, space, config)
         space.check_budget(budget)
     if score_folder is None and where is not None:
         score_folder = where / "scores"
@@ -287,7 +163,7 @@ def _search(
     if (loader := config.runtime) is not None and loader.shares_scales:
         assignment = share_scales(model, assignment, per_tensor=loader.per_tensor)
         if loader.per_tensor:
-            assignment = _with_static_inputs(model, assignment, listed, config)
+            assignment = with_static_inputs(model, assignment, listed, config)
     assignment = state_scales_of_experts(model, assignment)
     return SearchResult(
         assignment=assignment,
@@ -552,108 +428,6 @@ def _warn_of_input_rules(config: SearchSettings) -> None:
         "search.scale_rules.input=auto takes its rules.",
         stacklevel=3,
     )
-
-
-class _Unreached:
-    """`unreached_layers`, kept in a search's folder once it has ended: then the model is not run again."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: list[Tensor],
-        hashed: str,
-        folder: Path | None,
-        micro: MicroBatch,
-    ) -> None:
-        """hashed: `batches_sha256` of the batches."""
-        self.path = None if folder is None else folder / UNREACHED_FILE
-        self.of = {"layers": list(linear_layers(model)), "batches": hashed}
-        processes = Processes(next(model.parameters()).device)
-        known = processes.agree(self._known)
-        if known is None:
-            own = [processes.own_rows(batch) for batch in batches]
-            with counting_tokens(model) as tokens:
-                unreached = unreached_layers(model, own, micro, whole=bool(tokens))
-            known = _unreached_by_all(model, unreached, processes), _total_tokens(tokens, processes)
-        self.layers, self.expert_tokens = known
-
-    def _known(self) -> tuple[list[str], dict[str, list[int]]] | None:
-        if self.path is None:
-            return None
-        try:
-            kept = read_json(self.path)
-        except (OSError, ValueError):  # not there or damaged: found again
-            return None
-        if not isinstance(kept, dict):
-            return None
-        known, tokens = kept.pop("unreached", None), kept.pop("expert_tokens", {})
-        is_whole = isinstance(known, list) and isinstance(tokens, dict) and kept == self.of
-        return (known, tokens) if is_whole else None
-
-    def keep(self) -> None:
-        """For a search that has ended; one that failed leaves nothing."""
-        if self.path is not None and own_rank() == 0:
-            tokens = {"expert_tokens": self.expert_tokens} if self.expert_tokens else {}
-            write_json(self.path, {**self.of, "unreached": self.layers, **tokens})
-
-
-def _alone(unreached: Sequence[str], model: nn.Module, config: SearchSettings) -> list[str]:
-    """Layers that no token runs, but for experts that share their choice with others that some run."""
-    if config.experts == "each":
-        return list(unreached)
-    reached = {experts_path(name) for name in linear_layers(model) if name not in set(unreached)}
-    return [name for name in unreached if experts_path(name) not in reached - {None}]
-
-
-def _unreached_by_all(model: nn.Module, own: Sequence[str], processes: Processes) -> list[str]:
-    """Layers that no process runs, which share the rows of batches.
-
-    Args:
-        own: those that this one does not run.
-    """
-    names, unreached = list(linear_layers(model)), set(own)
-    flags = torch.tensor([name in unreached for name in names], device=processes.own_device)
-    counts = processes.total(flags.int()).tolist()
-    return [n for n, count in zip(names, counts, strict=True) if count == processes.size]
-
-
-def _total_tokens(own: Mapping[str, Tensor], processes: Processes) -> dict[str, list[int]]:
-    """Tokens of each expert, of the rows of all processes."""
-    return {
-        path: processes.total(counts.to(processes.own_device)).tolist()
-        for path, counts in own.items()
-    }
-
-
-def _warn_of_unreached(
-    unreached: Sequence[str], space: SearchSpace, config: SearchSettings
-) -> None:
-    """Name the layers that no token runs, but for those that search.exclude names itself."""
-    excluded = match_layers(config.exclude, [*space.shapes, *space.unquantized], "search.exclude")
-    if silent := [name for name in unreached if name not in excluded]:
-        warnings.warn(
-            f"{len(silent)} of {len(space.shapes) + len(space.unquantized)} linear layers are run by no "
-            f"calibration token and stay in BF16, outside the budget: first {', '.join(silent[:3])}.",
-            stacklevel=3,
-        )
-
-
-def _warn_of_rare_experts(tokens: Mapping[str, Sequence[int]], config: SearchSettings) -> None:
-    """Name the experts of whom too few tokens say something, where each has a choice of its own."""
-    rare = {
-        f"{path}.{expert}": count
-        for path, counts in tokens.items()
-        for expert, count in enumerate(counts)
-        if 0 < count < FEW_TOKENS
-    }
-    if rare and config.experts == "each":
-        first, count = min(rare.items(), key=lambda item: item[1])
-        warnings.warn(
-            f"{len(rare)} of {sum(map(len, tokens.values()))} experts are given fewer than {FEW_TOKENS} calibration "
-            f"tokens, fewest {first} ({count}): a low score says that the text does not need them, not that they bear "
-            "fewer bits. Give more text (calibration.batches), or use search.experts=block.",
-            stacklevel=4,
-        )
 
 
 def _check_weights(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from dmx.searching.run import FEW_TOKENS
+from dmx.searching.unreached import FEW_TOKENS
 
 from ..groups import Group, budget_cell
 from ..markdown import markdown
