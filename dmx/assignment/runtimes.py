@@ -88,11 +88,12 @@ HOW_IT_RUNS: dict[tuple[str, str], dict[str, dict[str, str]]] = {
     ("modelopt_checkpoint", "vLLM"): _MODELOPT,
 }
 """target and loader -> kind of layer (`kind_of`) -> card -> words. Loaders that are not here are `EMULATED`."""
+LEFT_ALONE, IN_FP8 = "left alone", "in fp8"
 _INPUTS = {
-    WEIGHTS_ALONE: "left alone",
-    BY_HUMMING: "left alone",
-    INPUTS_IN_FP8: "in fp8",
-    _QUARK_MXFP4["Hopper"]: "in fp8",
+    WEIGHTS_ALONE: LEFT_ALONE,
+    BY_HUMMING: LEFT_ALONE,
+    INPUTS_IN_FP8: IN_FP8,
+    _QUARK_MXFP4["Hopper"]: IN_FP8,
 }
 """Words -> what becomes of inputs that the files ask for in the weight's format, where that is something else."""
 

@@ -14,7 +14,14 @@ from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.splitting import split_assignment
 from dmx.applying.stored import StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
-from dmx.assignment.runtimes import HOW_IT_RUNS, RAN, SOURCE, inputs_otherwise
+from dmx.assignment.runtimes import (
+    HOW_IT_RUNS,
+    IN_FP8,
+    LEFT_ALONE,
+    RAN,
+    SOURCE,
+    inputs_otherwise,
+)
 from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
 from dmx.errors import FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
@@ -285,6 +292,13 @@ def _warn_of_inputs(assignment: Assignment) -> None:
         )
 
 
+_WAYS_OUT = {
+    LEFT_ALONE: " For such a card search with search.input_format=bf16 and export with inputs=false.",
+    IN_FP8: " For such a card search with search.target=vllm and search.input_format=fp8.",
+}
+"""What becomes of all inputs -> how to search for that."""
+
+
 def _warn_of_cards(
     assignment: Assignment, target: str, profile: str | None, layers: Layers
 ) -> None:
@@ -308,13 +322,6 @@ def _warn_of_cards(
                 f"{said} (read in the source of {SOURCE}; {RAN}).{way_out}",
                 stacklevel=3,
             )
-
-
-_WAYS_OUT = {
-    "left alone": " For such a card search with search.input_format=bf16 and export with inputs=false.",
-    "in fp8": " For such a card search with search.target=vllm and search.input_format=fp8.",
-}
-"""What all inputs are -> how to search for that."""
 
 
 def target_key(target: str, profile: str | None) -> str:

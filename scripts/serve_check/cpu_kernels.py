@@ -169,7 +169,9 @@ class Humming(_Decoded):
         self.name = str(weight_schema.b_dtype)
         mode = getattr(input_schema.input_quant_mode, "value", None)
         if mode not in (None, "none", "dynamic_token"):
-            raise NotImplementedError(f"inputs by {mode}")
+            raise NotImplementedError(
+                f"inputs of humming's layout by {mode}: stand-ins are there for none and dynamic_token"
+            )
         self.rounds_inputs = mode == "dynamic_token"
 
     def weight_of(self, layer: Any) -> Tensor:

@@ -83,9 +83,8 @@ def test_fp8_inputs_are_asked_for_layer_by_layer(model, tmp_path):
     )
     config = json.loads((done.folder / "config.json").read_text())["quantization_config"]
     asked = [c for key, c in config["dynamic"].items() if key[0] == "+"]
-    assert all(FP8_TOKENS.items() <= c.items() for c in asked) and len(asked) == len(
-        assignment.quantized
-    )
+    assert all(FP8_TOKENS.items() <= c.items() for c in asked)
+    assert len(asked) == len(assignment.quantized)
     assert FP8_TOKENS["allow_fallback"] is False  # vLLM prefers BF16 beside scales of blocks
     back = dmx.load_exported(done.folder)
     assert back.inputs and back.assignment.input_formats == assignment.input_formats
