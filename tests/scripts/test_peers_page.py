@@ -219,6 +219,8 @@ def test_curves_are_drawn_and_our_default_is_held_against_heuristics():
     for figure in figures.values():  # of two numbers of tokens there is no line
         names = [t.get_text() for t in figure.legends[0].get_texts()]
         assert names == ["dmx adaptive, polished", "dmx fisher", "dmx kl_per_bit", "ModelOpt"]
+        styles = [c.lines[0].get_linestyle() for c in figure.axes[0].containers]
+        assert styles == ["-", "-", "-", "--"]
         assert figure.axes[0].get_xscale() == figure.axes[1].get_xscale() == "log"
         assert figure.axes[0].get_ylabel() == "perplexity, 4/8 at 5 bits"
     first = page.split("\n\n")[1]

@@ -240,7 +240,7 @@ def _cells(row: dict[Kind, Comparison], kinds: Sequence[Kind]) -> list[Any]:
         f"{ours.tokens[0]:,}",
         candidates(ours.family),
         f"{ours.limit:g}",
-        ours.label.partition(", told")[0],
+        ours.title,
         "; ".join(own.values()),
         "; ".join(theirs),
         "; ".join(theirs.values()),

@@ -183,7 +183,11 @@ def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figu
         for kind in dict.fromkeys(curve.kind for curve in curves):
             of = [curve for curve in curves if curve.kind == kind]
             name = f"peers_{kind[1]}{f'_{number}' if number else ''}.png"
-            figures[name] = tokens_rows({curve.title: curve.lines() for curve in of})
+            figures[name] = tokens_rows(
+                {curve.title: curve.lines() for curve in of},
+                searches={r.label: r.method for r in place if r.is_ours},
+                dashed={r.label for r in place if not r.is_ours},
+            )
             table = [h for curve in of for h in curve.held()]
             held += table
             lines += ["", f"{place_text(place[0].first)}, {kind[0]}, scale rule {kind[1]}:", ""]

@@ -121,6 +121,11 @@ class Result:
         return label_of(self.first)
 
     @property
+    def title(self) -> str:
+        """The label without the rule that a search of ours was told."""
+        return self.label.replace(f", told {self.told}", "")
+
+    @property
     def method(self) -> str:
         """Of the peer."""
         return str(self.first.requested["method"])

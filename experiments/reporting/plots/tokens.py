@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .canvas import WIDTH, log_axis, new_figure, styled
@@ -16,8 +16,6 @@ Point = tuple[float, float, float, float]
 """Tokens, seconds, perplexity and its standard deviation, or standard error, over seeds."""
 Curves = Mapping[str, Sequence[Point]]
 """Label of a search -> its points."""
-OWN = "dmx "
-"""How labels of ours begin where other tools stand beside them, whose lines are then dashed."""
 
 
 def tokens_curves(curves: Curves) -> Figure:
@@ -25,19 +23,27 @@ def tokens_curves(curves: Curves) -> Figure:
     return tokens_rows({"": curves})
 
 
-def tokens_rows(rows: Mapping[str, Curves]) -> Figure:
-    """A row of both pictures for each title; a search looks alike in all of them."""
+def tokens_rows(
+    rows: Mapping[str, Curves],
+    searches: Mapping[str, str] | None = None,
+    dashed: Collection[str] = (),
+) -> Figure:
+    """A row of both pictures for each title; a search looks alike in all of them.
+
+    Args:
+        searches: label -> name in `LOOKS`, of labels that are not names themselves. dashed: labels of dashed lines.
+    """
     labels = list(dict.fromkeys(label for curves in rows.values() for label in curves))
     spare = iter(SPARE_LOOKS * 8)
-    looks = {label: LOOKS.get(_search(label)) or next(spare) for label in labels}
-    has_others = any(label.startswith(OWN) for label in labels)
+    looks = {
+        label: LOOKS.get((searches or {}).get(label, label)) or next(spare) for label in labels
+    }
     with styled():
         height = 3.9 + 3.0 * (len(rows) - 1)
         figure, grid = new_figure(2 * WIDTH, height, len(rows), 2, sharey="row", squeeze=False)
         for (title, curves), (left, right) in zip(rows.items(), grid, strict=True):
             for label, points in curves.items():
-                dashed = has_others and not label.startswith(OWN)
-                _line(left, right, label, points, looks[label], "--" if dashed else "-")
+                _line(left, right, label, points, looks[label], "--" if label in dashed else "-")
             _axes(left, right, curves)
             left.set_ylabel(f"perplexity, {title}" if title else "perplexity")
         handles: dict[str, Any] = {}
@@ -47,11 +53,6 @@ def tokens_rows(rows: Mapping[str, Curves]) -> Figure:
         shown = [handles[label] for label in labels]
         figure.legend(handles=shown, labels=labels, loc="outside upper left", ncols=3)
     return figure
-
-
-def _search(label: str) -> str:
-    """Of ours the name that `LOOKS` knows, whatever it was told."""
-    return label.removeprefix(OWN).partition(", told")[0]
 
 
 def _line(
