@@ -286,12 +286,18 @@ class Grid:
         """All that the record of a cell depends on, as its file has it."""
         measured = {name: getattr(self.given, name) for name in MEASURED}
         named = {**asdict(cell), "family": list(cell.family)}
-        return {**named, "option": self._options(cell), **measured}
+        return {**named, "option": self._all_options(cell), **measured}
 
     def _options(self, cell: Cell) -> dict[str, str]:
         """Those of --option that the cell's method takes."""
         method = PEERS[cell.peer].methods[cell.method]
         return {k: v for k, v in self.options.items() if k in (*method.needs, *method.takes)}
+
+    def _all_options(self, cell: Cell) -> dict[str, str]:
+        """Those, and of weights also those of the method that chose their formats."""
+        after = PEERS[cell.peer].methods[cell.method].after
+        before = {} if after is None else self._all_options(cell.of(after))
+        return before | self._options(cell)
 
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
@@ -336,7 +342,7 @@ class Grid:
         assignment = assignment_of(answer, space, bench.model, cell.limit, **facts)
         assignment.save(folder / "assignment.json")
         finished, rule = None, None
-        told = self._options(cell).get(RULE)
+        told = self._all_options(cell).get(RULE)
         label = method.label + (f", told {told}" if told else "")
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))

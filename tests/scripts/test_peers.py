@@ -321,6 +321,15 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
         assert said in capsys.readouterr().err
 
 
+def test_learned_weights_are_of_what_their_formats_were_told():
+    given = peers.parse(["none", "--out", "x"])
+    grid = peers.Grid(given, None, {"rule": "even", "learn_steps": "5", "iters": "9"}, {})
+    point = {"family": tuple(FAMILY), "limit": 5.0, "tokens": 64, "units": "fused", "seed": 0}
+    learned = peers.Cell(peer="ours_weights", method="kl_per_bit_learned", **point)
+    assert grid._requested(learned)["option"] == {"rule": "even", "learn_steps": "5"}
+    assert grid._options(learned) == {"learn_steps": "5"}  # what the stage itself is asked
+
+
 def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     asked = []
 
