@@ -32,6 +32,8 @@ TOLD = "rule"
 """Option of our searches: the scale rule that they searched under."""
 UNTOLD = "floor"
 """Theirs where it is not given."""
+MAY_DIFFER = ("peer torch", "peer transformers")
+"""Versions that may differ between seeds; the tool's own may not."""
 
 Kind = tuple[str, str]
 """What is quantized, W+A or W, and the scale rule: of the inputs where finished weights have one of their own."""
@@ -256,7 +258,7 @@ def results_of(records: Iterable[Record]) -> list[Result]:
     grouped: dict[tuple[Any, ...], dict[int, Record]] = {}
     for record in records:
         asked = record.requested
-        own = {k: v for k, v in record.versions.items() if k.startswith("peer ")}
+        peer = {k: v for k, v in record.versions.items() if k.startswith("peer ")}
         key = (
             place_of(record),
             asked["tokens"],
@@ -266,7 +268,7 @@ def results_of(records: Iterable[Record]) -> list[Result]:
             asked["peer"],
             asked["method"],
             tuple(sorted(_options(record).items())),
-            tuple(sorted((k, v) for k, v in own.items() if k not in _BELOW)),
+            tuple(sorted((k, v) for k, v in peer.items() if k not in MAY_DIFFER)),
             label_of(record),
         )
         of = grouped.setdefault(key, {})
@@ -274,10 +276,6 @@ def results_of(records: Iterable[Record]) -> list[Result]:
         if there is None or there.finished < record.finished:
             of[asked["seed"]] = record
     return [Result(tuple(of[seed] for seed in sorted(of))) for of in grouped.values()]
-
-
-_BELOW = ("peer torch", "peer transformers")
-"""Versions that may differ between seeds; the tool's own may not."""
 
 
 def by_place(results: Sequence[Result]) -> list[list[Result]]:
