@@ -46,18 +46,23 @@ def _check_equal(assignment: Assignment, target: str) -> None:
     """Raise FormatError for a target that names one format a layer; an input in bf16 needs no name."""
     if unequal := {k: both for k, both in assignment.unequal.items() if both[1] is not BF16}:
         layer, (weight, of_input) = next(iter(unequal.items()))
+        way_out = "assignment" if _beside_mx(assignment) else "modelopt or auto_round"
         raise FormatError(
             f"target={target} names one format for a layer; {len(unequal)} have two, first {layer}: "
-            f"weight {weight}, input {of_input}. Use target=modelopt or auto_round, or search again "
+            f"weight {weight}, input {of_input}. Use target={way_out}, or search again "
             "with search.choices=joint and search.input_format=null."
         )
 
 
+def _beside_mx(assignment: Assignment) -> dict[str, BlockFormat]:
+    """layer -> a format of its weight or its input that is none of MX."""
+    of: tuple[Operand, ...] = OPERANDS
+    return {n: f for o in of for n, f in assignment.block_formats(o).items() if not f.is_mx}
+
+
 def _check_mx(assignment: Assignment, target: str) -> None:
     """Raise FormatError for a target whose names of formats are known here for MX alone."""
-    of: tuple[Operand, ...] = OPERANDS
-    others = {n: f for o in of for n, f in assignment.block_formats(o).items() if not f.is_mx}
-    if others:
+    if others := _beside_mx(assignment):
         layer, block_format = next(iter(others.items()))
         raise FormatError(
             f"target={target} is written for MX formats alone; {len(others)} layers have others, first "

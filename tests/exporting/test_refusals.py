@@ -20,6 +20,7 @@ from dmx.assignment.targets import SEARCH_TARGETS, TARGETS, obstacles
 from dmx.errors import AssignmentError, DmxError, FormatError, ModelError, RunError
 from dmx.exporting import make_plan, writing
 from dmx.exporting.plan import check_holds, target_key
+from dmx.exporting.recipes import recipe_text
 from dmx.exporting.tensors import plan_tensors
 from dmx.formats import FAMILIES, FP8, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3
 from dmx.models import ModelConfig, TinyConfig, meta_model
@@ -352,6 +353,8 @@ def test_mxfp4_beside_fp8_inputs_is_w4a8_of_vllm_with_a_scale_a_token(is_static,
     assert group["input_activations"]["dynamic"] is True
     text = (done.folder / "README.md").read_text()
     assert "mxfp4 with inputs in fp8: native, from 0.32" in text
+    with pytest.raises(FormatError, match=r"have two, .* Use target=assignment, or search"):
+        recipe_text(assignment, "llama_cpp")
     others = mixed(model, (MXFP4, MXFP8_E4M3), "fused", input_format="fp8")
     with pytest.raises(FormatError, match=r"beside weights in mxfp4; .*weight mxfp8_e4m3, input"):
         make_plan(others, target="compressed_tensors", profile="vllm", inputs=True, verify=False)
