@@ -376,11 +376,15 @@ class SearchSettings:
             names = [f.name for f in self.format_family.formats if f is not BF16]
             alone = [f for f in names if not all(target.takes(weight, f) for weight in names)]
             if alone:
-                family = "a search.family of those formats, " if target.input_formats else ""
+                can = ", ".join(sorted(target.input_formats)) or "none"
+                family = ""
+                if target.beside is not None:
+                    can += f" beside {', '.join(sorted(target.beside))} alone"
+                elif target.input_formats:
+                    family = "a search.family of those formats, "
                 raise FormatError(
                     f"search.choices=separate: {target.name} of search.target={self.target} cannot run "
-                    f"inputs in {', '.join(alone)} beside weights in another format. It can: "
-                    f"{', '.join(sorted(target.input_formats)) or 'none'}. Use "
+                    f"inputs in {', '.join(alone)} beside weights in another format. It can: {can}. Use "
                     f"search.choices=joint, {family}or search.target=any."
                 )
         for pattern, name in self.fixed.items():

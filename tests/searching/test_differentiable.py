@@ -677,7 +677,8 @@ def test_a_folder_that_cannot_be_written_shows_before_the_first_step(tiny, tmp_p
         ),
         (
             {"choices": "separate", "target": "vllm", "family": "mxfp8_mxfp4"},
-            r"vLLM of search\.target=vllm cannot run inputs in mxfp4, mxfp8_e4m3.*It can: none",
+            r"vLLM of search\.target=vllm cannot run inputs in mxfp4, mxfp8_e4m3.*It can: fp8 beside mxfp4 alone\. Use "
+            r"search\.choices=joint, or search\.target=any",
         ),
         (
             {"choices": "separate", "target": "vllm_quark"},

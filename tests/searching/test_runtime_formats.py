@@ -123,7 +123,7 @@ def test_every_search_takes_them_and_its_assignment_survives_its_file(
 
 def test_bf16_costs_nothing_and_a_dear_budget_chooses_it_everywhere(tiny_random, batches):
     model = tiny_random.model
-    with pytest.warns(UserWarning, match="every layer gets bf16"):
+    with pytest.warns(UserWarning, match="holds no layer back from bf16"):
         found = dmx.search(model, batches, Budget(16.0), config("fisher")).assignment
     assert set(found.formats.values()) == {"bf16"} and found.bits["bits_per_element"] == 16
     assert found.input_amax is None and found.quantized == ()
