@@ -33,6 +33,7 @@ from dmx.files import check_writable, write_json
 from dmx.formats import SCALE_RULES
 from dmx.models import ModelConfig
 from experiments.reporting.record import Record, Row
+from experiments.running.cards import VISIBLE, visible_cards
 from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
 from experiments.running.settings import (
     CONFIGS,
@@ -453,17 +454,9 @@ def line_of(record: Record) -> str:
     )
 
 
-def visible_cards(device: str) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name; none where the device is no card, or is one of them."""
-    if device != "cuda":
-        return []
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-
-
 def run_together(arguments: Sequence[str], count: int, device: str) -> int:
     """So many processes of this command, over the cards by turns; ends as the worst of them."""
-    cards = visible_cards(device)
+    cards = visible_cards() if device == "cuda" else []  # a card that is named by number is one
     # of an option given twice the last holds
     alone = ["--at-once", "1", "--beside", f"{count - 1}"]
     command = [sys.executable, "-m", "scripts.peers", *arguments, *alone]
@@ -473,7 +466,7 @@ def run_together(arguments: Sequence[str], count: int, device: str) -> int:
     running: list[subprocess.Popen[bytes]] = []
     try:
         for i in range(count):
-            own = {"CUDA_VISIBLE_DEVICES": cards[i % len(cards)]} if cards else {}
+            own = {VISIBLE: cards[i % len(cards)]} if cards else {}
             running.append(subprocess.Popen(command, env=usual | own))
         codes = [process.wait() for process in running]
     finally:
