@@ -190,6 +190,48 @@ def test_weights_alone_and_tasks_have_tables_of_their_own():
     assert "| W, floor | W, even |" in only and "Weights alone quantized" not in only
 
 
+def test_one_answer_measured_twice_has_all_that_was_measured():
+    """Tasks alone, later: neither the other rule nor weights alone are lost, and only what is of the same answer is added."""
+    whole = made({"floor": 3.0, "even": 2.9}, **OTHER, kinds=("W+A", "W"))
+    tasks = later(made({"floor": 3.0}, **OTHER, zero_shot=answers(arc=[1, 0])))
+    for of in ([whole, tasks], [tasks, whole]):
+        page, _ = peers_page(of)
+        perplexities = f"{math.exp(3.0 + WAVE.mean()):.2f} | {math.exp(2.9 + WAVE.mean()):.2f}"
+        assert f"| 1 | {perplexities} |" in page
+        assert "Weights alone quantized" in page
+        assert "| ModelOpt | 5 | W+A, floor | 50.0 |" in page
+    for other in (
+        {"formats": "others"},
+        {"nll": {"floor": 3.1}},
+    ):
+        fields = {"nll": {"floor": 3.0}, **OTHER, "zero_shot": answers(arc=[1, 0])} | other
+        page, _ = peers_page([whole, later(made(fields.pop("nll"), **fields))])
+        assert "| arc |" not in page and perplexities in page
+    # Of two that measured as much, the later stands.
+    page, _ = peers_page([later(made(2.0, **OTHER)), made(3.0, **OTHER)])
+    assert f"| {math.exp(2.0 + WAVE.mean()):.2f} |" in page
+    assert f"| {math.exp(3.0 + WAVE.mean()):.2f} |" not in page
+
+
+def later(made_record):
+    return replace(made_record, finished="2099-01-01T00:00:00+00:00")
+
+
+def test_a_line_has_one_point_a_number_of_tokens():
+    """That of the longest rows."""
+
+    def in_rows(length, nll):
+        usual = made(nll, **OTHER, tokens=4096)
+        calibration = replace(usual.data["calibration"], batch_shape=(1, length))
+        return replace(usual, data=usual.data | {"calibration": calibration})
+
+    others = [made(3.25, **OTHER, tokens=n) for n in (512, 65536)]
+    _, figures = peers_page([in_rows(1024, 3.0), in_rows(256, 3.5), *others])
+    drawn = figures["peers_floor.png"].axes[0].containers[0].lines[0]
+    assert list(drawn.get_xdata()) == [512, 4096, 65536]
+    assert drawn.get_ydata()[1] == pytest.approx(math.exp(3.0 + WAVE.mean()))
+
+
 def grid():
     """Three numbers of tokens and seeds; ours is worse than fisher at the fewest alone. One method has two numbers."""
     of = []

@@ -67,7 +67,7 @@ class Curve:
         enough = {k: of for k, of in labels.items() if len({r.tokens[0] for r in of}) >= FEWEST}
         right = {of[0].method for of in enough.values() if of[0].is_ours and self._is_told(of[0])}
         return {
-            label: [self._point(r) for r in sorted(of, key=lambda r: r.tokens)]
+            label: [self._point(r) for r in _by_number_of_tokens(of)]
             for label, of in sorted(
                 enough.items(), key=lambda pair: (not pair[1][0].is_ours, pair[0])
             )
@@ -147,6 +147,11 @@ def _difference(ours: Result, other: Result, kind: Kind) -> Difference | None:
         return difference
     scatter = standard_error([math.log(own[s] / theirs[s]) for s in seeds]) or 0.0
     return replace(difference, noise=math.hypot(difference.stderr, scatter))
+
+
+def _by_number_of_tokens(results: Iterable[Result]) -> list[Result]:
+    """One a number of tokens, rising: of several, that whose rows are longest."""
+    return list({r.tokens[0]: r for r in sorted(results, key=lambda r: r.tokens)}.values())
 
 
 def curves_of(results: Iterable[Result]) -> list[Curve]:

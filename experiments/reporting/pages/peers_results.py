@@ -111,6 +111,8 @@ class Result:
 
     records: tuple[Record, ...]
     """By seed."""
+    more: tuple[Record, ...] = ()
+    """Of the same answers, measured otherwise."""
 
     @property
     def first(self) -> Record:
@@ -175,9 +177,11 @@ class Result:
     @cached_property
     def _rows(self) -> dict[Kind, dict[int, Row]]:
         found: dict[Kind, dict[int, Row]] = {}
-        for record in self.records:
+        for record in (*self.records, *self.more):
             for row in record.rows:
-                found.setdefault(kind_of(row), {})[record.requested["seed"]] = row
+                of, seed = found.setdefault(kind_of(row), {}), record.requested["seed"]
+                if seed not in of or (row.zero_shot and not of[seed].zero_shot):
+                    of[seed] = row
         return found
 
     @property
@@ -254,8 +258,9 @@ def _median(times: Sequence[Time]) -> Time:
 
 
 def results_of(records: Iterable[Record]) -> list[Result]:
-    """Records that differ in seed alone as one; of two with one seed the later."""
-    grouped: dict[tuple[Any, ...], dict[int, Record]] = {}
+    """Records that differ in seed alone as one. Of several with one seed that of the most rows, of equals the later, and those
+    that measured the same answer otherwise."""
+    grouped: dict[tuple[Any, ...], dict[int, list[Record]]] = {}
     for record in records:
         asked = record.requested
         peer = {k: v for k, v in record.versions.items() if k.startswith("peer ")}
@@ -271,11 +276,26 @@ def results_of(records: Iterable[Record]) -> list[Result]:
             tuple(sorted((k, v) for k, v in peer.items() if k not in MAY_DIFFER)),
             label_of(record),
         )
-        of = grouped.setdefault(key, {})
-        there = of.get(asked["seed"])
-        if there is None or there.finished < record.finished:
-            of[asked["seed"]] = record
-    return [Result(tuple(of[seed] for seed in sorted(of))) for of in grouped.values()]
+        grouped.setdefault(key, {}).setdefault(asked["seed"], []).append(record)
+    found = []
+    for of in grouped.values():
+        taken, more = [], []
+        for seed in sorted(of):
+            best = max(of[seed], key=lambda r: (len(r.rows), r.finished))
+            taken.append(best)
+            more += [r for r in of[seed] if r is not best and _is_same_answer(best, r)]
+        found.append(Result(tuple(taken), tuple(more)))
+    return found
+
+
+def _is_same_answer(record: Record, other: Record) -> bool:
+    """Whether two records measured the same formats, and, where both measured one kind, the same weights."""
+    own, theirs = (
+        {kind_of(row): row.perplexity for row in of.rows if row.perplexity is not None}
+        for of in (record, other)
+    )
+    same = all(own[kind] == theirs[kind] for kind in own.keys() & theirs.keys())
+    return same and record.actual["formats"] == other.actual["formats"]
 
 
 def by_place(results: Sequence[Result]) -> list[list[Result]]:
