@@ -151,7 +151,7 @@ def published(
     body = {"schema": SCHEMA} | Record.from_dict(plain, "the record").to_dict()
     run, asked = body["requested"].get("run"), body["requested"].get("model")
     names = dict(replace or {})
-    if isinstance(run, dict):
+    if isinstance(run, dict) and "folder" in run:
         own = f"outputs/{body['command']}"
         names.setdefault(str(run["folder"]), own)
         run["folder"] = own

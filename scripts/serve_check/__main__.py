@@ -24,6 +24,7 @@ scheme and forward pass are vLLM's. On a card nothing is replaced.
 import argparse
 import contextlib
 import json
+import math
 import os
 import platform
 import signal
@@ -180,6 +181,12 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
     for name, least in LEAST.items():
         if (value := getattr(asked, name)) < least:
             raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    for name in ("tolerance", "seconds"):
+        value = getattr(asked, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise RunError(
+                f"--{name} {value:g} must be a number above 0; leave it out for the usual"
+            )
     for name in ("options", "speed_options"):
         if not isinstance(given := getattr(asked, name), dict):
             raise RunError(

@@ -112,6 +112,15 @@ def test_a_plain_record_and_its_published_one_give_the_same_pages(tmp_path):
     assert published(body) == (tmp_path / "x.json").read_text()
 
 
+def test_a_record_whose_settings_name_no_folder_is_published(tmp_path):
+    usual = whole()
+    run = {k: v for k, v in usual.requested["run"].items() if k != "folder"}
+    dataclasses.replace(usual, requested=usual.requested | {"run": run}).save(
+        tmp_path / "run" / "record.json"
+    )
+    assert published_by(tmp_path, "--model", "m").requested["run"] == run
+
+
 def test_a_training_is_published_too():
     made = trained(training_row("bf16", window_nll=tuple(LOSSES.tolist())))
     body = json.loads(published(made.to_dict()))
