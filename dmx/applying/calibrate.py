@@ -1,6 +1,6 @@
 """What an assignment must know of inputs before they are quantized."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from dmx.assignment.assignment import Assignment
 from dmx.data.batches import list_batches
 from dmx.errors import ModelError
 from dmx.models.linears import plain_model
+from dmx.models.memory import MicroBatch
 from dmx.models.ranges import input_amax
 from dmx.models.searchable import check_held
 from dmx.transforms.stage import Transform, transformed
@@ -62,8 +63,22 @@ def calibrate_inputs(
     if not layers:
         return assignment
     listed = list_batches(batches, model)
-    with (
-        assignment.linear_experts(model),
-        transformed(model, Transform.of(assignment), assignment.transformed),
-    ):
-        return replace(assignment, input_amax=input_amax(model, layers, listed))
+    with assignment.linear_experts(model):
+        return with_ranges(model, assignment, layers, listed)
+
+
+def with_ranges(
+    model: nn.Module,
+    assignment: Assignment,
+    layers: Iterable[str],
+    batches: Sequence[Tensor],
+    micro: MicroBatch | None = None,
+) -> Assignment:
+    """The assignment with `input_amax` of these layers and no others, measured under its transform, on the rows of all processes.
+
+    Args:
+        model: not quantized, experts as the assignment has them.
+        batches, micro: as `dmx.models.ranges.input_amax` takes them.
+    """
+    with transformed(model, Transform.of(assignment), assignment.transformed):
+        return replace(assignment, input_amax=input_amax(model, layers, batches, micro))

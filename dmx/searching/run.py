@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
+from dmx.applying.calibrate import calibrated_layers, with_ranges
 from dmx.applying.sharing import share_scales, state_scales_of_experts
 from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
@@ -48,7 +49,7 @@ from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.searching.scan import Scan
-from dmx.searching.space import search_space, seeing_inputs, with_static_inputs
+from dmx.searching.space import search_space, seeing_inputs
 from dmx.searching.transforming import (
     asked_transform,
     selected_transform,
@@ -162,8 +163,8 @@ def _search(
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
     if (loader := config.runtime) is not None and loader.shares_scales:
         assignment = share_scales(model, assignment, per_tensor=loader.per_tensor)
-        if loader.per_tensor:
-            assignment = with_static_inputs(model, assignment, listed, config)
+        if loader.per_tensor and (layers := calibrated_layers(assignment, static=True)):
+            assignment = with_ranges(model, assignment, layers, listed, config.rows_at_a_time())
     assignment = state_scales_of_experts(model, assignment)
     return SearchResult(
         assignment=assignment,

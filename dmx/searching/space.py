@@ -3,12 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from dmx.applying.apply import is_applied
-from dmx.applying.calibrate import calibrated_layers
-from dmx.assignment.assignment import Assignment
 from dmx.assignment.space import SearchSpace, build_space
 from dmx.assignment.targets import split_groups
 from dmx.errors import FormatError, ModelError
@@ -20,10 +17,8 @@ from dmx.models.in_files import float32_layers
 from dmx.models.linears import linear_layers
 from dmx.models.memory import MicroBatch
 from dmx.models.ranges import input_amax
-from dmx.processes import Processes
 from dmx.searching.config import SearchSettings
 from dmx.searching.transforming import asked_transform
-from dmx.transforms.stage import Transform, transformed
 
 
 def search_space(
@@ -90,7 +85,7 @@ def seeing_inputs(
     if not space.needs_input_amax():
         return space
     layers = [*space.unit_of("weight"), *space.fixed]
-    return replace(space, input_amax=_seen(model, layers, batches, micro))
+    return replace(space, input_amax=input_amax(model, layers, batches, micro))
 
 
 def _check_experts(space: SearchSpace, config: SearchSettings) -> None:
@@ -104,34 +99,6 @@ def _check_experts(space: SearchSpace, config: SearchSettings) -> None:
             f"search.target={config.target}: how its files hold quantized experts is not known here ({len(experts)} "
             f"layers, first {experts[0]}). Set search.exclude=['*.experts.*'], or search.target=vllm."
         )
-
-
-def with_static_inputs(
-    model: nn.Module, assignment: Assignment, batches: Sequence[Tensor], config: SearchSettings
-) -> Assignment:
-    """The assignment with the one scale of each fp8 input, of the batches that nvfp4 inputs have theirs of."""
-    known = assignment.input_amax or {}
-    layers = [name for name in calibrated_layers(assignment, static=True) if name not in known]
-    if not layers:
-        return assignment
-    with transformed(model, Transform.of(assignment), assignment.transformed):
-        seen = _seen(model, layers, batches, config.rows_at_a_time())
-    return replace(assignment, input_amax={**known, **seen})
-
-
-def _seen(
-    model: nn.Module,
-    layers: Sequence[str],
-    batches: Sequence[Tensor],
-    micro: MicroBatch | None,
-) -> dict[str, float]:
-    """`input_amax` over the batches of all processes."""
-    device = next(model.parameters()).device
-    processes = Processes(device)
-    seen = input_amax(model, layers, [processes.own_rows(batch) for batch in batches], micro)
-    # float64 holds what float32 does: one process has the same numbers.
-    values = torch.tensor(list(seen.values()), dtype=torch.float64, device=device)
-    return dict(zip(seen, processes.largest(values).tolist(), strict=True))
 
 
 def _check_groups(space: SearchSpace, config: SearchSettings) -> None:
