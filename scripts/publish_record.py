@@ -173,9 +173,14 @@ def published(
         raise RunError(
             f"paths of this machine are left in the record: {', '.join(left)}. Say what stands for each: --replace PATH=NAME."
         )
-    content = (
-        json.dumps(packed(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
-    )
+    try:
+        text = json.dumps(packed(body), separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise RunError(
+            f"the record holds a number that is none, NaN or infinite ({error}), which no record that a run wrote does. "
+            "Run the command again."
+        ) from error
+    content = text + "\n"
     if (size := len(content.encode())) > LARGEST:
         raise RunError(
             f"the record takes {size:,} bytes, {LARGEST:,} are allowed in the repository. Publish a run of fewer searches, budgets "
@@ -213,14 +218,14 @@ def publish(content: str, name: str, records: Path = RECORDS, *, force: bool = F
     Raises:
         RunError: the name is none, or there already.
     """
-    if not re.fullmatch(r"[\w.-]+", name) or name.endswith(".json"):
+    if not re.fullmatch(r"\w[\w.-]*", name) or name.endswith(".json"):
         raise RunError(
             f"NAME={name}: letters, digits and _ . - alone, without .json, as in quality_test_x_0."
         )
     path = records / f"{name}.json"
     if path.exists() and not force:
         raise RunError(f"{path} is there already. Choose another NAME, or replace it (--force).")
-    return write_text(path, content)
+    return write_text(path, content, "--records")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -151,12 +151,18 @@ def test_what_may_not_be_published_is_refused(tmp_path, monkeypatch, capsys, fie
     assert (tmp_path / "taken" / "x.json").read_text() == "old"
 
 
+def test_a_number_that_is_none_is_refused():
+    made = whole().to_dict()
+    with pytest.raises(RunError, match="holds a number that is none"):
+        published(made | {"actual": {"seconds": float("nan")}}, model="m")
+
+
 def test_force_replaces_and_other_paths_are_named(tmp_path):
     whole(warnings=("see /opt/own/y, not /opt/own-2",)).save(tmp_path / "run" / "record.json")
     (tmp_path / "x.json").write_text("old")
     more = ("--force", "--model", "m", "--replace", "/opt/own=a\\b", "--replace", "/opt/own-2=c")
     assert published_by(tmp_path, *more).warnings == ("see a\\b/y, not c",)
-    for wrong in (["x.json", "../x"], ["x.json", "x.json"]):
+    for wrong in (["x.json", "../x"], ["x.json", "x.json"], ["x.json", "."]):
         assert main([str(tmp_path / wrong[0]), wrong[1], "--records", str(tmp_path)]) == 2
 
 
