@@ -13,6 +13,7 @@ python -m scripts.publish_record OUT/cells/NAME peers_NAME.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import subprocess
@@ -30,7 +31,7 @@ from dmx.data import DataConfig
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
 from dmx.files import check_writable, write_json
-from dmx.formats import SCALE_RULES
+from dmx.formats import SCALE_RULES, get_family
 from dmx.models import ModelConfig
 from experiments.reporting.record import Record, Row
 from experiments.running.cards import VISIBLE, visible_cards
@@ -56,6 +57,14 @@ MEASURED = (
     "tasks", "task_limit", "own_windows",
 )  # fmt: skip
 """Arguments beside a cell's own that its record depends on."""
+LEAST = {
+    "seeds": 0, "window": 2, "windows": 1, "batch_size": 1, "task_limit": 1, "own_windows": 0, "at_once": 1, "beside": 0,
+}  # fmt: skip
+"""Of numbers that are given."""
+COUNTS = ("learn_steps", "iters", "steps")
+"""Options that are whole numbers, at least 1."""
+USUAL = ["mxfp4", "mxfp8_e4m3"]
+"""Candidates where none are given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +170,7 @@ def cells_of(given: argparse.Namespace, options: dict[str, str]) -> Iterator[Cel
     names = [pair for name in given.peers for pair in asked(name)]
     for seed in given.seeds:
         for tokens in given.tokens:
-            for family in given.family or [["mxfp4", "mxfp8_e4m3"]]:
+            for family in given.family or [USUAL]:
                 for peer, method in names:
                     if why := check_can(f"{peer}:{method}", family, given.units, list(options)):
                         print(f"{peer}:{method} {why}; left out", flush=True)
@@ -198,6 +207,9 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
         options[key] = value
     if (rule := options.get(RULE, SCALE_RULES[0])) not in SCALE_RULES:
         raise RunError(f"--option {RULE}={rule}: there are {', '.join(SCALE_RULES)}.")
+    for key in options.keys() & set(COUNTS):
+        if not (options[key].isdecimal() and int(options[key]) > 0):
+            raise RunError(f"--option {key}={options[key]} must be a whole number, at least 1")
     return options
 
 
@@ -223,6 +235,24 @@ def check_tokens(given: argparse.Namespace) -> None:
         raise RunError(
             f"--tokens {wrong[0]}: rows have --token-window {given.token_window} tokens. Give a multiple, or other rows."
         )
+
+
+def check_numbers(given: argparse.Namespace) -> None:
+    """Raise RunError for numbers below what they may be, for candidates that are none, and for budgets below these."""
+    for name, least in LEAST.items():
+        value = getattr(given, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and number < least:
+                raise RunError(f"--{name.replace('_', '-')} {number} must be at least {least}")
+    for names in given.family or [USUAL]:
+        formats = get_family(names, setting="--family").formats
+        low, high = formats[0].element_bits, formats[-1].element_bits
+        for limit in given.budgets:
+            if not (math.isfinite(limit) and limit >= low):
+                raise RunError(
+                    f"--budgets {limit:g}: layers of {'/'.join(names)} have {low:g} to {high:g} element_bits. Give a number "
+                    f"from {low:g}, or other candidates (--family)."
+                )
 
 
 class Grid:
@@ -482,15 +512,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     try:
         check_tokens(given)
+        check_numbers(given)
         options = options_of(given)
         pythons = given_pythons(given.python)
         given.device = device_of(given.device)
         cells = list(cells_of(given, options))
-        if not cells or not all(math.isfinite(cell.limit) for cell in cells):
-            raise RunError(f"--budgets {given.budgets}, --family {given.family}: nothing to run")
-        for name in ("at_once", "beside"):
-            if (value := getattr(given, name)) < (least := int(name == "at_once")):
-                raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        if not cells:
+            raise RunError(
+                f"--peers {' '.join(given.peers)}: nothing to run with these candidates, units and options"
+            )
         check_writable(given.out, "--out")
         if given.at_once > 1:
             return run_together(arguments, given.at_once, given.device)
@@ -518,9 +548,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record = grid.run(cell)
             busy = f"{cell.name}: another process runs it; left to that"
             print(busy if record is None else line_of(record), flush=True)
-        except ValueError as error:  # a DmxError, or a file of the cell is damaged
+        except (ValueError, OSError) as error:  # a DmxError, or a file of the cell is damaged
             failed += 1
-            write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})
+            with contextlib.suppress(RunError):  # the folder itself may be what failed
+                write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})
             print(f"{cell.name}: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 

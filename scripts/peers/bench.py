@@ -14,10 +14,11 @@ from dmx.assignment.assignment import Assignment
 from dmx.assignment.space import SearchSpace
 from dmx.data import DataConfig, encode, load_text, text_tokens, token_batches, windows_of
 from dmx.errors import RunError
-from dmx.files import read_json, write_json
+from dmx.files import write_json
 from dmx.models import ModelConfig, load_model
 from dmx.searching import SearchConfig, search_space
 from experiments.reporting.record import ModelFacts, Row, TextFacts
+from experiments.reporting.stored import read_json
 from experiments.running.measuring import measure_losses, measure_tasks
 from experiments.running.provenance import batches_facts, windows_facts
 from experiments.running.rows import make_row, method_of
@@ -69,7 +70,7 @@ class Bench:
         """The model as peers read it: safetensors and tokenizer, written once.
 
         Raises:
-            RunError: the folder has another model.
+            RunError: the folder has another model, or what says which is damaged.
         """
         place = self.folder / "model"
         done, facts = place / "done.json", self.facts.to_dict()
@@ -78,7 +79,7 @@ class Bench:
                 self.model.save_pretrained(place)
                 self.tokenizer.save_pretrained(place)
                 write_json(done, facts)
-        if (there := read_json(done)) != facts:
+        if (there := read_json(done, "delete it, and the model is written again")) != facts:
             raise RunError(f"{place} has the model {there}, not {facts}: give another --out")
         return place
 

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 REQUEST = "request.json"
 TOKENS = "tokens.safetensors"
@@ -30,7 +31,8 @@ class _Kept:
         """Read a file.
 
         Raises:
-            ValueError: it is no JSON object of these keys; names those that are missing or unknown.
+            ValueError: it is no JSON object of these keys, names those that are missing or unknown; or of values of
+                their types.
         """
         try:
             body = json.loads(Path(path).read_text())
@@ -42,6 +44,11 @@ class _Kept:
         if not isinstance(body, dict) or set(body) != known:
             found = sorted(set(body) ^ known) if isinstance(body, dict) else type(body).__name__
             raise ValueError(f"{path}: keys that are missing or unknown: {found}")
+        hints = get_type_hints(cls)
+        if wrong := [f"{k}={v!r:.80}" for k, v in body.items() if not _fits(v, hints[k])]:
+            raise ValueError(
+                f"{path} is damaged ({', '.join(wrong)}): delete it, and it is made again"
+            )
         return cls(**body)
 
     def save(self, path: Path) -> None:
@@ -49,6 +56,12 @@ class _Kept:
         part = Path(f"{path}.part")
         part.write_text(json.dumps(asdict(self), indent=1) + "\n")
         part.replace(path)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a type, whatever lists and objects hold."""
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return any(isinstance(value, int | float if k is float else get_origin(k) or k) for k in kinds)
 
 
 @dataclass(frozen=True, kw_only=True)

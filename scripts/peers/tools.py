@@ -187,13 +187,13 @@ def asked(name: str) -> list[tuple[str, str]]:
     Raises:
         RunError: there is no such peer or method; says which there are.
     """
-    peer, _, method = name.partition(":")
+    peer, is_pair, method = name.partition(":")
     if peer not in PEERS:
         raise RunError(f"--peers {name}: no such peer. There are {', '.join(PEERS)}.")
     methods = PEERS[peer].methods
-    if method and method not in methods:
+    if is_pair and method not in methods:
         raise RunError(f"--peers {name}: {peer} has {', '.join(methods)}.")
-    return [(peer, m) for m in ([method] if method else methods)]
+    return [(peer, m) for m in ([method] if is_pair else methods)]
 
 
 def check_can(name: str, formats: Sequence[str], units: str, options: Sequence[str]) -> str | None:

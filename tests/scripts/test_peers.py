@@ -74,6 +74,10 @@ def test_files_hold_what_was_written_and_nothing_else(tmp_path):
     assert Answer.load(tmp_path / ANSWER) == answer
     with pytest.raises(ValueError, match=r"missing or unknown: .*'device'.*'seconds'"):
         Request.load(tmp_path / ANSWER)
+    for wrong in ({"seconds": None}, {"formats": 5}, {"notes": "n"}):
+        answer_of(**{"formats": {}} | wrong).save(tmp_path / ANSWER)
+        with pytest.raises(ValueError, match=rf"damaged \({next(iter(wrong))}=.*: delete it, and"):
+            Answer.load(tmp_path / ANSWER)
 
 
 def test_two_counts_of_bits_agree(model, space):
@@ -228,9 +232,19 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--budgets", "nan"], "--budgets [nan]"),
-        (["--family", "mxfp4", "other"], "nothing to run"),
+        (
+            ["--budgets", "nan"],
+            "--budgets nan: layers of mxfp4/mxfp8_e4m3 have 4 to 8 element_bits.",
+        ),
+        (["--budgets", "5", "3.9"], "--budgets 3.9: layers of mxfp4/mxfp8_e4m3 have 4 to 8"),
+        (["--family", "mxfp4", "other"], "--family="),
+        (["--family", "mxfp8_e4m3", "mxfp4"], "Name formats of rising bits, cheapest first."),
+        (["--family", "nvfp4", "mxfp8_e4m3"], "nothing to run"),
         (["--at-once", "0"], "--at-once 0 must be at least 1"),
+        (["--seeds", "0", "-1"], "--seeds -1 must be at least 0"),
+        (["--windows", "0"], "--windows 0 must be at least 1"),
+        (["--own-windows", "-1"], "--own-windows -1 must be at least 0"),
+        (["--peers", "ours:"], "--peers ours:: ours has kl_per_bit,"),
         (["--option", "rule=round"], "--option rule=round: there are floor, ceil, even, rceil."),
         (["--out", "/proc/peers"], "/proc/peers"),
         (["--device", "tpu"], "--device 'tpu'"),
@@ -314,6 +328,8 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
         (["--option", "iter=5"], "--option iter=5: what is asked for takes iters=VALUE."),
         (["--option", "iters"], "--option iters: what is asked for takes iters=VALUE."),
         (["--option", "iters=5", "iters=6"], "--option iters is given twice, 5 and 6: give one."),
+        (["--option", "iters=many"], "--option iters=many must be a whole number, at least 1"),
+        (["--option", "iters=0"], "--option iters=0 must be a whole number, at least 1"),
         (["--token-window", "0"], "--token-window 0: a row needs at least 2 tokens"),
         (["--tokens", "300"], "--tokens 300: rows have --token-window 256 tokens."),
     ):
@@ -373,7 +389,13 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     done.write_text(json.dumps(json.loads(own) | {"id": "another"}))
     assert peers.main([*command, "--seeds", "1"]) == 1
     assert "/model has the model" in capsys.readouterr().err
+    done.write_text("{")
+    assert peers.main([*command, "--seeds", "1"]) == 1
+    assert "done.json is not a JSON object" in capsys.readouterr().err
     done.write_text(own)
+    (tmp_path / "cells" / busy.name.replace("-0", "-2")).write_text("no folder")
+    assert peers.main([*command, "--seeds", "2"]) == 1
+    assert "File exists" in capsys.readouterr().err
 
     records = [Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json"))]
     nearest, rounded = ([row.nll for row in record.rows] for record in records)
