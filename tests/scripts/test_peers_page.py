@@ -207,7 +207,15 @@ def test_one_answer_measured_twice_has_all_that_was_measured():
         fields = {"nll": {"floor": 3.0}, **OTHER, "zero_shot": answers(arc=[1, 0])} | other
         page, _ = peers_page([whole, later(made(fields.pop("nll"), **fields))])
         assert "| arc |" not in page and perplexities in page
-    # Of two that measured as much, the later stands.
+    # Tasks of several records stand in one row.
+    other = made({"floor": 3.0}, **OTHER, zero_shot=answers(copa=[1, 1]))
+    for of in ([whole, tasks, other], [other, tasks]):
+        assert "| ModelOpt | 5 | W+A, floor | 50.0 | 100.0 | 75.0 |" in peers_page(of)[0]
+    # Of two that measured as much, the later stands, also of a rule that the record of most rows lacks.
+    odd = [made({"rceil": 4.0}, **OTHER), later(made({"rceil": 3.5}, **OTHER))]
+    for of in (odd, odd[::-1]):
+        cells = f"{perplexities} | {math.exp(3.5 + WAVE.mean()):.2f}"
+        assert f"| 1 | {cells} |" in peers_page([*of, whole])[0]
     page, _ = peers_page([later(made(2.0, **OTHER)), made(3.0, **OTHER)])
     assert f"| {math.exp(2.0 + WAVE.mean()):.2f} |" in page
     assert f"| {math.exp(3.0 + WAVE.mean()):.2f} |" not in page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import mean, median, stdev
 from typing import Any
@@ -180,8 +180,10 @@ class Result:
         for record in (*self.records, *self.more):
             for row in record.rows:
                 of, seed = found.setdefault(kind_of(row), {}), record.requested["seed"]
-                if seed not in of or (row.zero_shot and not of[seed].zero_shot):
-                    of[seed] = row
+                there = of.setdefault(seed, row)
+                known, more = there.zero_shot or {}, row.zero_shot or {}
+                if new := {task: more[task] for task in more if task not in known}:
+                    of[seed] = replace(there, zero_shot={**known, **new})
         return found
 
     @property
@@ -259,7 +261,7 @@ def _median(times: Sequence[Time]) -> Time:
 
 def results_of(records: Iterable[Record]) -> list[Result]:
     """Records that differ in seed alone as one. Of several with one seed that of the most rows, of equals the later, and those
-    that measured the same answer otherwise."""
+    that measured the same answer otherwise, in that order."""
     grouped: dict[tuple[Any, ...], dict[int, list[Record]]] = {}
     for record in records:
         asked = record.requested
@@ -281,9 +283,12 @@ def results_of(records: Iterable[Record]) -> list[Result]:
     for of in grouped.values():
         taken, more = [], []
         for seed in sorted(of):
-            best = max(of[seed], key=lambda r: (len(r.rows), r.finished))
-            taken.append(best)
-            more += [r for r in of[seed] if r is not best and _is_same_answer(best, r)]
+            same: list[Record] = []
+            for record in sorted(of[seed], key=lambda r: (len(r.rows), r.finished), reverse=True):
+                if all(_is_same_answer(other, record) for other in same):
+                    same.append(record)
+            taken.append(same[0])
+            more += same[1:]
         found.append(Result(tuple(taken), tuple(more)))
     return found
 
