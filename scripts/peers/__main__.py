@@ -550,8 +550,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(busy if record is None else line_of(record), flush=True)
         except (ValueError, OSError) as error:  # a DmxError, or a file of the cell is damaged
             failed += 1
-            with contextlib.suppress(RunError):  # the folder itself may be what failed
-                write_json(grid.folder(cell) / FAILED, {"cell": asdict(cell), "why": str(error)})
+            folder = grid.folder(cell)
+            if not (folder / RECORD).exists():  # what is done did not fail
+                with contextlib.suppress(RunError):  # the folder itself may be what failed
+                    write_json(folder / FAILED, {"cell": asdict(cell), "why": str(error)})
             print(f"{cell.name}: {error}", file=sys.stderr, flush=True)
     return 1 if failed else 0
 

@@ -384,6 +384,7 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.glob("cells/*/failed.json"))
     assert peers.main([*command, "--windows", "1"]) == 1 and len(asked) == 3
     assert "with windows=2, not windows=1: give another --out" in capsys.readouterr().err
+    assert not list(tmp_path.glob("cells/*/failed.json"))
     done = tmp_path / "model" / "done.json"
     own = done.read_text()
     done.write_text(json.dumps(json.loads(own) | {"id": "another"}))
