@@ -47,7 +47,7 @@ from experiments.running.settings import (
 from ..claiming import claimed
 from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench, Texts
-from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request
+from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request, end_with
 from .tools import PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
@@ -131,6 +131,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--beside", type=int, default=0, help="cells that run beside each; records say so"
     )
+    parser.add_argument("--ends-with", type=int, help=argparse.SUPPRESS)  # of `end_with`
     parser.add_argument(
         "--python",
         nargs="+",
@@ -485,10 +486,11 @@ def line_of(record: Record) -> str:
 
 
 def run_together(arguments: Sequence[str], count: int, device: str) -> int:
-    """So many processes of this command, over the cards by turns; ends as the worst of them."""
+    """So many processes of this command, over the cards by turns, which end with this one; ends as the worst of them."""
     cards = visible_cards() if device == "cuda" else []  # a card that is named by number is one
+    read, write = os.pipe()
     # of an option given twice the last holds
-    alone = ["--at-once", "1", "--beside", f"{count - 1}"]
+    alone = ["--at-once", "1", "--beside", f"{count - 1}", "--ends-with", f"{read}"]
     command = [sys.executable, "-m", "scripts.peers", *arguments, *alone]
     threads = str(max(1, (os.cpu_count() or 1) // count))
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
@@ -497,18 +499,22 @@ def run_together(arguments: Sequence[str], count: int, device: str) -> int:
     try:
         for i in range(count):
             own = {VISIBLE: cards[i % len(cards)]} if cards else {}
-            running.append(subprocess.Popen(command, env=usual | own))
+            running.append(subprocess.Popen(command, env=usual | own, pass_fds=(read,)))
         codes = [process.wait() for process in running]
     finally:
         for process in running:
             if process.poll() is None:
                 process.terminate()
+        os.close(read)
+        os.close(write)
     return 2 if 2 in codes else int(any(codes))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     given = parse(arguments)
+    if given.ends_with is not None:
+        end_with(given.ends_with)
     failed = 0
     try:
         check_tokens(given)

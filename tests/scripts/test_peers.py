@@ -272,7 +272,8 @@ def test_cells_at_once_are_processes_of_the_same_command(tmp_path, monkeypatch):
     started = []
 
     class Process:
-        def __init__(self, command, env):
+        def __init__(self, command, env, pass_fds):
+            assert command[-2:] == ["--ends-with", str(*pass_fds)]
             self.code = len(started)
             started.append((command, env))
 
@@ -425,31 +426,48 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from scripts.claiming import claimed
 from scripts.peers.protocol import end_with
-*_, folder, descriptor = sys.argv
-end_with(int(descriptor))
-with claimed(Path(folder, "runs")):
-    Path(folder, "began").touch()
+descriptor = int(sys.argv[-1])
+assert descriptor > 2  # none of the standard ones
+end_with(descriptor)
+with claimed(Path({folder!r}, "runs"), wait=True):
+    Path({folder!r}, "began").touch()
     time.sleep(60)
 """
 """Of a peer that takes its time."""
 
 
-def test_a_worker_ends_with_the_command_that_started_it(tmp_path, monkeypatch):
-    (tmp_path / "python").write_text(WORKER.format(python=sys.executable, root=str(tools.ROOT)))
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(peers, "python_of", lambda peer, given: tmp_path / "python")
-    command = multiprocessing.get_context("fork").Process(
-        target=peers.run_worker, args=("ours", tmp_path, {})
-    )
+@pytest.fixture
+def slow(tmp_path):
+    """An interpreter that runs WORKER whatever it is asked."""
+    python = tmp_path / "python"
+    place = {"python": sys.executable, "root": str(tools.ROOT), "folder": str(tmp_path)}
+    python.write_text(WORKER.format(**place))
+    python.chmod(0o755)
+    return python
+
+
+def ends_with(folder, target, *arguments):
+    """Whether what a process started ends when that process is killed."""
+    command = multiprocessing.get_context("fork").Process(target=target, args=arguments)
     command.start()
-    while not (tmp_path / "began").exists():
+    while not (folder / "began").exists():
         assert command.is_alive()
         time.sleep(0.01)
     command.kill()
     command.join()
     killed = time.monotonic()
-    with claimed(tmp_path / "runs", wait=True):
-        assert time.monotonic() - killed < 30
+    with claimed(folder / "runs", wait=True):
+        return time.monotonic() - killed < 30
+
+
+def test_a_worker_ends_with_the_command_that_started_it(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr(peers, "python_of", lambda peer, given: slow)
+    assert ends_with(tmp_path, peers.run_worker, "ours", tmp_path, {})
+
+
+def test_cells_at_once_end_with_the_command_that_started_them(tmp_path, monkeypatch, slow):
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert ends_with(tmp_path, peers.run_together, ["x"], 2, "cpu")
 
 
 # ---------------------------------------------------------------- in their environments
