@@ -19,6 +19,7 @@ from .peers_results import (
     mean_text,
     place_text,
     results_of,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _section(results: Sequence[Result]) -> list[str]:
     """Of one place and number of tokens: tables by candidates of perplexity, of weights alone, and of tasks."""
     first = results[0].first
     lines = [
-        f"## {place_text(first)}, {first.requested['tokens']:,} calibration tokens",
+        f"## {place_text(first)}, {first.requested['tokens']:,} calibration tokens in rows of {rows_of(first):,}",
         "",
         _texts(first),
     ]
@@ -83,9 +84,8 @@ def _section(results: Sequence[Result]) -> list[str]:
 
 def _texts(record: Record) -> str:
     calibration, evaluation = record.data["calibration"], record.data["evaluation"]
-    shape = calibration.batch_shape or (1, 0)
     return (
-        f"Calibration: {calibration.name}, rows of {shape[-1]} tokens. Perplexity: "
+        f"Calibration: {calibration.name}. Perplexity: "
         f"{evaluation.name}, {evaluation.windows} windows of {evaluation.window}. "
         f"{record.device.threads} thread{'s' * (record.device.threads > 1)} of the CPU; search times were taken "
         "beside other work where the machine is a shared one."
