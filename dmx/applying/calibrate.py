@@ -64,7 +64,7 @@ def calibrate_inputs(
         return assignment
     listed = list_batches(batches, model)
     with assignment.linear_experts(model):
-        return with_ranges(model, assignment, layers, listed)
+        return with_ranges(model, replace(assignment, input_amax=None), layers, listed)
 
 
 def with_ranges(
@@ -74,11 +74,17 @@ def with_ranges(
     batches: Sequence[Tensor],
     micro: MicroBatch | None = None,
 ) -> Assignment:
-    """The assignment with `input_amax` of these layers and no others, measured under its transform, on the rows of all processes.
+    """The assignment with `input_amax` of these layers, too, measured under its transform, on the rows of all processes. Those
+    that it has stay; the same assignment where it has all.
 
     Args:
         model: not quantized, experts as the assignment has them.
         batches, micro: as `dmx.models.ranges.input_amax` takes them.
     """
+    known = assignment.input_amax or {}
+    missing = [name for name in layers if name not in known]
+    if not missing:
+        return assignment
     with transformed(model, Transform.of(assignment), assignment.transformed):
-        return replace(assignment, input_amax=input_amax(model, layers, batches, micro))
+        seen = input_amax(model, missing, batches, micro)
+    return replace(assignment, input_amax={**known, **seen})

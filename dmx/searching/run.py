@@ -163,7 +163,8 @@ def _search(
     assignment = replace(assignment, expert_tokens=found.expert_tokens or None)
     if (loader := config.runtime) is not None and loader.shares_scales:
         assignment = share_scales(model, assignment, per_tensor=loader.per_tensor)
-        if loader.per_tensor and (layers := calibrated_layers(assignment, static=True)):
+        if loader.per_tensor:
+            layers = calibrated_layers(assignment, static=True)
             assignment = with_ranges(model, assignment, layers, listed, config.rows_at_a_time())
     assignment = state_scales_of_experts(model, assignment)
     return SearchResult(

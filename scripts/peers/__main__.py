@@ -47,7 +47,16 @@ from experiments.running.settings import (
 from ..claiming import claimed
 from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench, Texts
-from .protocol import ANSWER, FAILURE, REQUEST, WEIGHTS, Answer, Request, end_with
+from .protocol import (
+    ANSWER,
+    FAILURE,
+    REQUEST,
+    WEIGHTS,
+    Answer,
+    Request,
+    end_with,
+    ending_with_this,
+)
 from .tools import PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
@@ -448,21 +457,16 @@ def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
     environment = {**os.environ, **dict.fromkeys(offline, "1")}
     environment["PATH"] = f"{python.parent}:{environment.get('PATH', '')}"
     module = f"scripts.peers.workers.{PEERS[peer].worker}"
-    read, write = os.pipe()
-    try:
-        with (folder / "worker.log").open("w") as log:
-            done = subprocess.run(
-                [str(python), "-m", module, str(folder.absolute()), str(read)],
-                cwd=ROOT,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(read,),
-                check=False,
-            )
-    finally:
-        os.close(read)
-        os.close(write)
+    with ending_with_this() as descriptor, (folder / "worker.log").open("w") as log:
+        done = subprocess.run(
+            [str(python), "-m", module, str(folder.absolute()), str(descriptor)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=(descriptor,),
+            check=False,
+        )
     if done.returncode or not (folder / ANSWER).exists():
         failure = folder / FAILURE
         said = failure.read_text() if failure.exists() else (folder / "worker.log").read_text()
@@ -488,25 +492,24 @@ def line_of(record: Record) -> str:
 def run_together(arguments: Sequence[str], count: int, device: str) -> int:
     """So many processes of this command, over the cards by turns, which end with this one; ends as the worst of them."""
     cards = visible_cards() if device == "cuda" else []  # a card that is named by number is one
-    read, write = os.pipe()
     # of an option given twice the last holds
-    alone = ["--at-once", "1", "--beside", f"{count - 1}", "--ends-with", f"{read}"]
-    command = [sys.executable, "-m", "scripts.peers", *arguments, *alone]
+    alone = ["--at-once", "1", "--beside", f"{count - 1}"]
+    command = [sys.executable, "-m", "scripts.peers", *arguments, *alone, "--ends-with"]
     threads = str(max(1, (os.cpu_count() or 1) // count))
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
     usual = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path}
     running: list[subprocess.Popen[bytes]] = []
-    try:
-        for i in range(count):
-            own = {VISIBLE: cards[i % len(cards)]} if cards else {}
-            running.append(subprocess.Popen(command, env=usual | own, pass_fds=(read,)))
-        codes = [process.wait() for process in running]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.terminate()
-        os.close(read)
-        os.close(write)
+    with ending_with_this() as descriptor:
+        try:
+            for i in range(count):
+                own = {VISIBLE: cards[i % len(cards)]} if cards else {}
+                started = [*command, f"{descriptor}"]
+                running.append(subprocess.Popen(started, env=usual | own, pass_fds=(descriptor,)))
+            codes = [process.wait() for process in running]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.terminate()
     return 2 if 2 in codes else int(any(codes))
 
 

@@ -4,10 +4,11 @@ Both lie in the folder of one cell. This file is the one that both sides import:
 environment of a peer holds the peer and what it needs.
 """
 
+import contextlib
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -106,6 +107,17 @@ class Answer(_Kept):
     """nats/token of each window in the peer's own model, weights and inputs quantized."""
     notes: list[str] = field(default_factory=list)
     """How it ran, where that is not as its own command would."""
+
+
+@contextlib.contextmanager
+def ending_with_this() -> Iterator[int]:
+    """What processes that are started meanwhile give to `end_with`, passed on to them, to end with this one, however that ends."""
+    read, write = os.pipe()
+    try:
+        yield read
+    finally:
+        os.close(read)
+        os.close(write)
 
 
 def end_with(descriptor: int) -> None:
