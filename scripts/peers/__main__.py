@@ -45,6 +45,7 @@ from experiments.running.settings import (
 )
 
 from ..claiming import claimed
+from ..least import check_least
 from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench, Texts
 from .protocol import (
@@ -249,11 +250,7 @@ def check_tokens(given: argparse.Namespace) -> None:
 
 def check_numbers(given: argparse.Namespace) -> None:
     """Raise RunError for numbers below what they may be, for candidates that are none, and for budgets below these."""
-    for name, least in LEAST.items():
-        value = getattr(given, name)
-        for number in value if isinstance(value, list) else [value]:
-            if number is not None and number < least:
-                raise RunError(f"--{name.replace('_', '-')} {number} must be at least {least}")
+    check_least(given, LEAST)
     for names in given.family or [USUAL]:
         formats = get_family(names, setting="--family").formats
         low, high = formats[0].element_bits, formats[-1].element_bits

@@ -46,6 +46,7 @@ import dmx
 from dmx.errors import DmxError, RunError
 from dmx.files import read_json, sha256, write_json
 from dmx.models.weight_files import check_whole
+from scripts.least import check_least
 from scripts.serve_check import compare, joining
 
 SCHEMA = "dmx.serve_check/1"
@@ -178,9 +179,7 @@ def check_asked(asked: argparse.Namespace, folders: Sequence[Path]) -> None:
         for path in sorted(folder.glob("*.safetensors")):
             check_whole(path)
         compare.facts_of(folder)
-    for name, least in LEAST.items():
-        if (value := getattr(asked, name)) < least:
-            raise RunError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    check_least(asked, LEAST)
     for name in ("tolerance", "seconds"):
         value = getattr(asked, name)
         if value is not None and not (math.isfinite(value) and value > 0):
