@@ -42,6 +42,7 @@ from experiments.reporting.pooling import Presets  # noqa: E402
 from experiments.reporting.record import Record  # noqa: E402
 from experiments.reporting.scaling import SCHEMA as GROWTH  # noqa: E402
 from experiments.reporting.stored import flatten, read_json  # noqa: E402
+from scripts.peers.headline import with_table  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"
@@ -169,7 +170,7 @@ def outputs() -> Made:
     if peers := [r for r in records.values() if r.command == PEERS]:
         with told_of(f"{RECORDS}, records of scripts.peers"):
             text, figures = peers_page(peers)
-        made[RESULTS / "peers.md"] = text
+            made[RESULTS / "peers.md"] = with_table(text, peers)
         made |= {RESULTS / name: figure for name, figure in figures.items()}
     if exports := [r for r in records.values() if r.command == "export"]:
         with told_of(f"{RECORDS}, records of exports"):

@@ -5,5 +5,6 @@ workers/       one runner a tool; the only files that import a peer
 tools.py       which tools there are, what each can do, and where its environment is
 answers.py     an answer as an `Assignment`, or weights that are values of its formats
 bench.py       the model, the texts, and rows of our evaluator
+headline.py    how often ours is below them, for the page of results
 __main__.py    the command; see there
 """

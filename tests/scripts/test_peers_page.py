@@ -10,6 +10,7 @@ from experiments.reporting.pages import peers_against
 from experiments.reporting.pages.peers import peers_page
 from experiments.reporting.pages.peers_results import results_of
 from experiments.reporting.record import Device
+from scripts.peers.headline import with_table
 
 from ..experiments.helpers import answers, method, record, row, text
 
@@ -294,3 +295,30 @@ def test_a_verdict_is_of_defaults_and_empty_without_another_tool():
     at = {"device": Device("CPU", "cpu", 2)}
     of = [ours(3.0, **at), replace(plain, **at), made(3.0, **OTHER, **at)]
     assert "in 2 of 2" in peers_page(of)[0]
+
+
+def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_below():
+    sign = {"peer": "auto_round", "name": "sign_round", "label": "SignRound", "gives": "weights"}
+    own = {"peer": "ours_weights", "name": "adaptive_learned", "label": "learned", "gives": "weights"}  # fmt: skip
+    of = [
+        *(ours({"floor": 2.9, "even": 3.1}, seed=s, kinds=("W+A", "W")) for s in range(2)),
+        made(3.0, **OTHER, kinds=("W+A", "W")),
+        made({"floor": 3.0}, **OTHER, seed=1),
+        made(2.9, **own),
+        made(3.0, **sign),
+    ]
+    text, _ = peers_page(of)
+    title, lead, table, rest, *_ = with_table(text, of).split("\n\n")
+    assert title == "# peers" and rest.startswith("Other tools' automatic formats")
+    assert lead.endswith(
+        ": at least 1 % lower at 2 of 4 places with formats alone, "
+        "at least 5 % lower and in less time at 0 of 2 places with finished weights."
+    )
+    assert table.splitlines()[2:] == [
+        "| formats alone | weights and inputs | 2 | 1 | 1 | 1 % |",
+        "| formats alone | weights alone | 2 | 2 | 1 | 1 % |",
+        "| finished weights | weights and inputs | 2 | 2 | 0 | 5 % and in less time |",
+    ]
+    assert with_table(text, of).split("\n\n")[4:] == text.split("\n\n")[2:]
+    alone, _ = peers_page(of[:2])
+    assert with_table(alone, of[:2]) == alone
