@@ -2,7 +2,7 @@
 
 from dmx.models.config import ModelConfig
 from dmx.models.identity import architecture_sha256
-from dmx.models.loading import LoadedModel, load_model, max_positions, meta_model
+from dmx.models.loading import LoadedModel, load_model, load_tokenizer, max_positions, meta_model
 from dmx.models.searchable import check_searchable
 from dmx.models.tiny import TinyConfig, byte_tokenizer, train_tiny
 
@@ -14,6 +14,7 @@ __all__ = [
     "byte_tokenizer",
     "check_searchable",
     "load_model",
+    "load_tokenizer",
     "max_positions",
     "meta_model",
     "train_tiny",

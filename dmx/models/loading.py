@@ -108,6 +108,19 @@ def load_model(
     return LoadedModel(model.eval(), tokenizer, provenance, left_out)
 
 
+def load_tokenizer(config: ModelConfig) -> Any:
+    """The tokenizer that `load_model` gives, alone.
+
+    Raises:
+        ModelError: it is not there, or not whole.
+    """
+    if config.tiny is not None:
+        return byte_tokenizer()
+    where = locate(config)
+    with _reading(where):
+        return _read_tokenizer(config, where)
+
+
 def _load_sharded(config: ModelConfig, device: torch.device, processes: Processes) -> LoadedModel:
     """Of a model that the main process reads, its rows; no process has more of it on its device than one tensor whole."""
     here: list[LoadedModel] = []

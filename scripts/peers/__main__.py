@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from dmx.data import DataConfig
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
 from dmx.files import check_writable, write_json
 from dmx.formats import SCALE_RULES, get_family
 from dmx.models import ModelConfig
+from dmx.models.dtype import DTYPES
 from experiments.reporting.record import Record, Row
 from experiments.running.cards import VISIBLE, visible_cards
 from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
@@ -47,7 +47,7 @@ from experiments.running.settings import (
 from ..claiming import claimed
 from ..least import check_least
 from .answers import assignment_of, finished_weights, weight_rule
-from .bench import Bench, Texts
+from .bench import Bench
 from .protocol import (
     ANSWER,
     FAILURE,
@@ -58,6 +58,7 @@ from .protocol import (
     end_with,
     ending_with_this,
 )
+from .texts import NAMES, read_texts
 from .tools import PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
@@ -115,9 +116,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--units", default="fused", choices=("fused", "layer"))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--device", default="cpu", help="cpu | cuda | auto")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--calibration", default="fineweb+c4", help="data set, or data set:split")
-    parser.add_argument("--evaluation", default="wikitext2:test", help="likewise")
+    parser.add_argument("--dtype", default="float32", choices=DTYPES)
+    text: Any = {"choices": NAMES, "metavar": "TEXT"}
+    parser.add_argument(
+        "--calibration", default="fineweb+c4", help="data set, or data set:split", **text
+    )
+    parser.add_argument("--evaluation", default="wikitext2:test", help="likewise", **text)
     parser.add_argument("--window", type=int, default=2048, help="tokens of an evaluation window")
     parser.add_argument("--windows", type=int, help="so many of them; default: the whole text")
     parser.add_argument("--batch-size", type=int, default=8, help="windows at once")
@@ -150,12 +154,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="an interpreter that has the tool, in place of .venv-peers",
     )
     return parser.parse_args(arguments)
-
-
-def data_of(name: str) -> DataConfig:
-    """`wikitext2:test`."""
-    text, _, split = name.partition(":")
-    return DataConfig(name=text, split=split or None)
 
 
 def model_of(given: argparse.Namespace) -> ModelConfig:
@@ -527,17 +525,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise RunError(
                 f"--peers {' '.join(given.peers)}: nothing to run with these candidates, units and options"
             )
+        model = model_of(given)
         check_writable(given.out, "--out")
+        texts = read_texts(model, given.calibration, given.evaluation, given.token_window)
+        texts.check_enough(given.tokens, given.calibration)
         if given.at_once > 1:
             return run_together(arguments, given.at_once, given.device)
         tasks = list(TASKS) if "all" in given.tasks else given.tasks
         bench = Bench(
-            model_of(given),
-            Texts(
-                calibration=data_of(given.calibration),
-                evaluation=data_of(given.evaluation),
-                token_window=given.token_window,
-            ),
+            model,
+            texts,
             EvaluationConfig(
                 window=given.window, batch_size=given.batch_size, max_windows=given.windows
             ),

@@ -1,8 +1,7 @@
-"""The model, the texts, and rows of our evaluator: one arithmetic for the choices and weights of all tools."""
+"""The model, and rows of our evaluator: one arithmetic for the choices and weights of all tools."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.space import SearchSpace
-from dmx.data import DataConfig, encode, load_text, text_tokens, token_batches, windows_of
+from dmx.data import encode, text_tokens, token_batches, windows_of
 from dmx.errors import RunError
 from dmx.files import write_json
 from dmx.models import ModelConfig, load_model
@@ -27,17 +26,7 @@ from experiments.running.settings import EvalConfig, EvaluationConfig
 from ..claiming import claimed
 from .answers import with_rules
 from .protocol import TOKENS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Texts:
-    """Which texts, and how they are cut."""
-
-    calibration: DataConfig
-    evaluation: DataConfig
-    token_window: int
-    """Tokens of a row of the calibration text."""
-    bos: str = "auto"
+from .texts import Texts
 
 
 class Bench:
@@ -53,17 +42,14 @@ class Bench:
         device: str,
     ) -> None:
         self.texts, self.evaluation, self.tasks, self.folder = texts, evaluation, tasks, folder
-        calibration, text = load_text(texts.calibration), load_text(texts.evaluation)
         loaded = load_model(config, device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.facts = ModelFacts.from_dict(loaded.provenance, "model")
-        self._calibration_text = calibration
-        self._calibration = encode(self.tokenizer, calibration, texts.bos)
-        tokens = encode(self.tokenizer, text, texts.bos)
+        tokens = encode(self.tokenizer, texts.evaluation, texts.bos)
         if evaluation.max_windows is not None:
             tokens = tokens[: evaluation.max_windows * text_tokens(tokens, evaluation.window)]
         self.tokens = tokens
-        self._evaluation_facts = windows_facts(text, tokens, evaluation.window)
+        self._evaluation_facts = windows_facts(texts.evaluation, tokens, evaluation.window)
 
     @property
     def model_folder(self) -> Path:
@@ -91,11 +77,11 @@ class Bench:
     def rows(self, tokens: int, seed: int) -> list[Tensor]:
         """So many calibration tokens, whole rows, a row a batch; another seed draws other rows."""
         window = self.texts.token_window
-        return token_batches(self._calibration, window, 1, seed=seed, n_batches=tokens // window)
+        return token_batches(self.texts.tokens, window, 1, seed=seed, n_batches=tokens // window)
 
     def data(self, rows: Sequence[Tensor]) -> dict[str, TextFacts]:
         """Facts of both texts, for a record."""
-        facts = batches_facts(self._calibration_text, rows, self._calibration.start)
+        facts = batches_facts(self.texts.calibration, rows, self.texts.tokens.start)
         return {"calibration": facts, "evaluation": self._evaluation_facts}
 
     def write_tokens(self, folder: Path, rows: Sequence[Tensor], own_windows: int) -> None:

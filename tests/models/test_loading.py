@@ -18,6 +18,7 @@ from dmx.models import (
     byte_tokenizer,
     check_searchable,
     load_model,
+    load_tokenizer,
     loading,
     locating,
     max_positions,
@@ -27,7 +28,6 @@ from dmx.models import (
 from dmx.models import dtype as dtypes
 from dmx.models.dtype import DTYPES
 from dmx.models.experts import linear_experts
-from dmx.models.gguf import read_once
 from dmx.models.identity import architecture_sha256
 from dmx.models.tiny import TINY_ARCHITECTURES, tiny_model_config
 
@@ -253,6 +253,7 @@ def test_a_local_folder_loads_with_its_tokenizer(tmp_path, monkeypatch):
     torch.testing.assert_close(logits(loaded.model), logits(saved))
     assert loaded.model.config._attn_implementation == "eager"
     assert loaded.tokenizer.decode(encode(loaded.tokenizer, "text 12")) == "text 12"
+    assert load_tokenizer(config).get_vocab() == loaded.tokenizer.get_vocab()
     assert loaded.provenance == {
         "id": str(tmp_path),
         "revision": None,
@@ -433,8 +434,7 @@ class TestPackagedModel:
     def test_its_digits_stand_alone_with_and_without_the_rule(self, packaged_model, dmx_data):
         config = from_file(GGUF_CONFIG)
         config.digit_pretokenizer = False
-        with read_once():
-            own = loading._read_tokenizer(config, locating.locate(config))
+        own = load_tokenizer(config)
         fixed = packaged_model.tokenizer
         assert own.tokenize("a 123") == fixed.tokenize("a 123") == ["a", "Ġ", "1", "2", "3"]
         # spaces before a number: the rule keeps them together, as the original tokenizer does

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import dmx
 from dmx.data import DataConfig, load_text
+from dmx.data.tokens import starting_with
 from dmx.errors import RunError
 from dmx.models import ModelConfig, TinyConfig, load_model
 from dmx.searching import SearchConfig, search_space
@@ -24,7 +25,7 @@ from experiments.reporting.record import Record
 from experiments.running.settings import CONFIGS
 from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
-from scripts.peers import answers, bench, tools
+from scripts.peers import answers, texts, tools
 from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
 from scripts.peers.workers import (
     auto_round_worker,
@@ -36,6 +37,10 @@ from scripts.peers.workers import (
 )
 
 FAMILY = ["mxfp4", "mxfp8_e4m3"]
+COMMON = [
+    "--calibration", "synthetic:calibration", "--evaluation", "synthetic:evaluation", "--token-window", "32",
+    "--tokens", "64", "--window", "32", "--windows", "2",
+]  # fmt: skip
 
 
 # ---------------------------------------------------------------- without a peer
@@ -284,7 +289,16 @@ def test_cells_at_once_are_processes_of_the_same_command(tmp_path, monkeypatch):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(peers.subprocess, "Popen", Process)
-    given = ["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", "--at-once", "2"]
+    given = [
+        "tiny_random",
+        "--out",
+        str(tmp_path),
+        "--peers",
+        "ours:fisher",
+        "--at-once",
+        "2",
+        *COMMON,
+    ]
     assert peers.main(given) == 1, "one of them failed"
     for command, _ in started:
         own = peers.parse(command[command.index("scripts.peers") + 1 :])
@@ -299,11 +313,71 @@ def test_a_card_that_is_not_there_is_said_before_anything_is_loaded(tmp_path, ca
     assert "--device cuda: no CUDA device here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--rules", "flor"], ["--tasks", "arc"]])
-def test_rules_and_tasks_are_names(capsys, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "known"),
+    [
+        (["--rules", "flor"], "'floor'"),
+        (["--tasks", "arc"], "'arc_easy'"),
+        (["--dtype", "float8"], "'bfloat16', 'float16', 'float32'"),
+        (["--dtype", "auto"], "'bfloat16'"),
+        (["--calibration", "fineweb:train"], "'fineweb', 'c4', 'fineweb+c4', 'synthetic:calib"),
+        (["--evaluation", "wikitext2"], "'wikitext2:test'"),
+        (["--evaluation", "files"], "'wikitext2:test'"),
+    ],
+)
+def test_rules_tasks_dtypes_and_texts_are_names(capsys, wrong, known):
     with pytest.raises(SystemExit):
         peers.main(["none", "--out", "x", *wrong])
-    assert f"argument {wrong[0]}: invalid choice: '{wrong[1]}'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"argument {wrong[0]}: invalid choice: '{wrong[1]}'" in said and known in said
+
+
+def test_a_text_that_is_not_there_is_said_under_its_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DMX_DATA", str(tmp_path))
+    command = ["tiny_random", "--out", str(tmp_path / "out"), "--peers", "ours:fisher", *COMMON]
+    for given, said in (
+        (["--calibration", "c4"], f"--calibration c4: {tmp_path}/calibration/c4-584.jsonl.gz does"),
+        (
+            ["--evaluation", "wikitext2:train"],
+            "--evaluation wikitext2:train: local copies (DMX_DATA is set) hold only its start. Use "
+            "--evaluation wikitext2_train_head, or unset",
+        ),
+    ):
+        assert peers.main([*command, *given]) == 2
+        assert said in capsys.readouterr().err
+    monkeypatch.delenv("DMX_DATA")
+    monkeypatch.setattr("dmx.data.sources.hub_is_reachable", lambda: False)
+    assert peers.main([*command, "--calibration", "fineweb"]) == 2
+    assert "(--calibration embedded:calibration needs neither)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--at-once", "2"]])
+def test_more_tokens_than_the_text_has_are_refused_before_a_model_is_loaded(
+    tmp_path, monkeypatch, capsys, more
+):
+    monkeypatch.setattr(peers, "Bench", None)
+    monkeypatch.setattr(peers, "run_together", None)
+    command = ["tiny_random", "--out", str(tmp_path), "--peers", "ours:fisher", *COMMON, *more]
+    text = load_text(DataConfig(name="synthetic", split="calibration")).text
+    rows = len(text) // 96  # of bytes
+    given = ["--tokens", "96", str(96 * (rows + 1)), "--token-window", "96"]
+    assert peers.main([*command, *given]) == 2
+    assert (
+        f"--tokens {96 * (rows + 1)}: --calibration synthetic:calibration fills {rows} rows of --token-window 96, "
+        f"{96 * rows} tokens. Give no more, other rows, or another text." in capsys.readouterr().err
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_tokens_that_rows_start_with_count():
+    text = texts.Texts(
+        calibration=None, evaluation=None, tokens=starting_with(torch.zeros(30), (1,)), token_window=16
+    )  # fmt: skip
+    text.check_enough([32], "c4")  # two rows of 15 and their start
+    with pytest.raises(RunError, match="--tokens 48: --calibration c4 fills 2 rows"):
+        text.check_enough([16, 48], "c4")
+    with pytest.raises(RunError, match="fills 0 rows of --token-window 1, 0 tokens"):
+        dataclasses.replace(text, token_window=1).check_enough([1], "c4")
 
 
 def test_a_given_interpreter_has_the_tool_in_its_version(monkeypatch):
@@ -316,12 +390,6 @@ def test_a_given_interpreter_has_the_tool_in_its_version(monkeypatch):
         RunError, match=rf"it has pytest=={pytest.__version__}\. Give .* pytest==0\.1"
     ):
         tools.given_pythons([f"modelopt={path}"])
-
-
-COMMON = [
-    "--calibration", "synthetic:calibration", "--evaluation", "synthetic:evaluation", "--token-window", "32",
-    "--tokens", "64", "--window", "32", "--windows", "2",
-]  # fmt: skip
 
 
 def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
@@ -366,11 +434,11 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
         answer_of(formats, own_nll=[5.5] * request.own_windows or None).save(folder / ANSWER)
 
     monkeypatch.setattr(peers, "run_worker", run_worker)
-    texts = {}
+    short = {}
     for split in ("calibration", "evaluation"):
         text = load_text(DataConfig(name="synthetic", split=split))
-        texts[split] = dataclasses.replace(text, text=text.text[:4096])
-    monkeypatch.setattr(bench, "load_text", lambda config: texts[config.split])
+        short[split] = dataclasses.replace(text, text=text.text[:4096])
+    monkeypatch.setattr(texts, "load_text", lambda config: short[config.split])
     command = ["tiny_random", "--out", str(tmp_path), "--peers", "auto_round:sign_round", *COMMON]
     command += ["--quantized", "W+A", "W", "--rules", "floor"]
     assert peers.main(command) == 1 and "it died" in capsys.readouterr().err
