@@ -167,11 +167,8 @@ def outputs() -> Made:
             text, figures = scaling_page(growth)
         made[RESULTS / "scaling.md"] = text
         made |= {RESULTS / name: figure for name, figure in figures.items()}
-    if peers := [r for r in records.values() if r.command == PEERS]:
-        with told_of(f"{RECORDS}, records of scripts.peers"):
-            text, figures = peers_page(peers)
-            made[RESULTS / "peers.md"] = with_table(text, peers)
-        made |= {RESULTS / name: figure for name, figure in figures.items()}
+    if peers := {n: r for n, r in records.items() if r.command == PEERS}:
+        made |= peers_outputs(peers)
     if exports := [r for r in records.values() if r.command == "export"]:
         with told_of(f"{RECORDS}, records of exports"):
             made[RESULTS / "export.md"] = export_page(exports)
@@ -195,6 +192,28 @@ def outputs() -> Made:
         {name: text for name, text in pages.items() if name != "README.md"}
     )
     return made
+
+
+def peers_outputs(peers: dict[str, Record]) -> Made:
+    """The page of other tools and its pictures.
+
+    Raises:
+        RunError: a record lacks what the page shows; names the one that makes no page alone.
+    """
+
+    def made(records: list[Record]) -> Made:
+        text, figures = peers_page(records)
+        page: Made = {RESULTS / "peers.md": with_table(text, records)}
+        return page | {RESULTS / name: figure for name, figure in figures.items()}
+
+    try:
+        with told_of(f"{RECORDS}, records of scripts.peers"):
+            return made(list(peers.values()))
+    except RunError:
+        for name, record in peers.items():
+            with told_of(f"{RECORDS / name}.json"):
+                made([record])
+        raise
 
 
 def quality_outputs(quality: list[Record], uniform: Record | None) -> Made:

@@ -140,6 +140,17 @@ def test_a_record_that_is_none_is_named_and_nothing_written(
     assert not list(results.glob("*.md"))
 
 
+@pytest.mark.parametrize(("part", "key"), [("actual", "cannot"), ("requested", "tokens")])
+def test_the_damaged_one_of_the_records_of_other_tools_is_named(make_tables, part, key):
+    peers = {path.stem: Record.load(path) for path in sorted(RECORDS.glob("peers_*.json"))[:3]}
+    name, damaged = list(peers.items())[1]
+    left = {k: v for k, v in getattr(damaged, part).items() if k != key}
+    peers[name] = dataclasses.replace(damaged, **{part: left})
+    message = rf"/records/{name}\.json: a record lacks what its page shows \(KeyError: '{key}'\)"
+    with pytest.raises(DmxError, match=message):
+        make_tables.peers_outputs(peers)
+
+
 def test_a_readme_without_its_marks_loses_nothing(make_tables):
     with pytest.raises(DmxError, match="end of overview"):
         make_tables.between(f"{make_tables.START}\nold\nthe rest of the page", "new")
