@@ -20,7 +20,14 @@ from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
 from dmx.exporting.names import file_names, has_own_names
-from dmx.exporting.plan import Plan, check_biases, check_names, check_verifiable, make_plan
+from dmx.exporting.plan import (
+    FACTS_FILE,
+    Plan,
+    check_biases,
+    check_names,
+    check_verifiable,
+    make_plan,
+)
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
 from dmx.exporting.tensors import is_head_apart, other_modules, plan_tensors
@@ -35,7 +42,6 @@ from dmx.models.searchable import check_whole
 from dmx.models.streaming import stream_of
 from dmx.transforms.stage import Transform, transformed
 
-FACTS_FILE = "dmx_export.json"
 FACTS_SCHEMA = "dmx.export/2"
 MAX_SHARD_BYTES = 5 * 10**9
 FURTHER_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")

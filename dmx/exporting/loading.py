@@ -17,10 +17,9 @@ from dmx.applying.apply import apply
 from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
-from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.layouts import Layout
 from dmx.exporting.names import model_names
-from dmx.exporting.plan import LAYOUTS
+from dmx.exporting.plan import FACTS_FILE, LAYOUTS
 from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
 from dmx.files import read_json

@@ -12,7 +12,7 @@ from torch import nn
 
 from dmx.applying.sharing import share_scales, shares_scales, sharing_groups
 from dmx.applying.splitting import split_assignment
-from dmx.applying.stored import StoredWeight, stored_weights
+from dmx.applying.stored import ROUNDED_TO_NEAREST, StoredWeight, stored_weights
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.runtimes import (
     HOW_IT_RUNS,
@@ -23,13 +23,14 @@ from dmx.assignment.runtimes import (
     inputs_otherwise,
 )
 from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
-from dmx.errors import FormatError
+from dmx.errors import AssignmentError, FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
 from dmx.exporting._fresh_load import EXPERTS
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.names import has_own_names
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
+from dmx.files import read_json
 from dmx.formats import BF16, FP8, check_choice
 from dmx.models.backbone import text_config
 from dmx.models.experts import experts_modules, experts_path
@@ -49,6 +50,8 @@ LAYOUTS: dict[str, Layout] = {
 EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
 PROFILES = ("vllm", "transformers")
 """Of compressed_tensors, the strictest first."""
+FACTS_FILE = "dmx_export.json"
+"""Of an exported folder: what was written, and how it was checked."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,7 @@ def make_plan(
             package that is not installed, or in a version too old for a format.
     """
     check_choice(target, EXPORT_TARGETS, "target")
+    check_beside_files(assignment)
     given, stacked = assignment, {}
     if target != "assignment":
         check_experts(assignment, target)
@@ -175,6 +179,7 @@ def make_plan(
         )
     elif target in RECIPES:
         recipe_text(assignment, target)
+        _warn_of_weights(assignment, target)
     assignment = assignment.with_contents()
     return Plan(
         target=target,
@@ -189,6 +194,45 @@ def make_plan(
         stored={} if layout is None else stored_weights(assignment),
         stacked=stacked,
     )
+
+
+def check_beside_files(assignment: Assignment) -> None:
+    """Raise AssignmentError for the assignment of an exported folder where it is not all that the folder's files were made
+    of: they hold the weights of a stage, or transformed ones, which a model does not have."""
+    if assignment.folder is None or not (path := assignment.folder / FACTS_FILE).is_file():
+        return
+    try:
+        facts = read_json(path)
+    except (ValueError, OSError) as error:
+        raise AssignmentError(f"{path} is damaged ({error}). Export again.") from error
+    stated = facts if isinstance(facts, dict) else {}
+    held = {
+        "weights": _stage_of(stated.get("weights")) if assignment.weights is None else None,
+        "transform": None if assignment.transform else stated.get("transform"),
+    }
+    if of := [f"{key} {name}" for key, name in held.items() if name not in (None, "none")]:
+        raise AssignmentError(
+            f"the assignment in {assignment.folder} is of the files beside it ({', '.join(of)}): without them it would "
+            "quantize a model's own weights, as they are. Give the assignment.json that was exported (dmx export leaves a copy "
+            "in its run's folder), or, to evaluate the files, the folder."
+        )
+
+
+def _stage_of(weights: object) -> str | None:
+    """The stage whose weights a file keeps; None where they are rounded to nearest."""
+    name = weights.get("name") if isinstance(weights, Mapping) else None
+    return None if name is None or name in ROUNDED_TO_NEAREST else str(name)
+
+
+def _warn_of_weights(assignment: Assignment, target: str) -> None:
+    """Of weights that names alone do not bring along."""
+    if (stage := _stage_of(assignment.weights)) is not None:
+        warnings.warn(
+            f"target={target} writes names alone: its tool quantizes the model's own weights, not those that the "
+            f"assignment has of {stage}, with which it was measured. Use a target with weights ({', '.join(LAYOUTS)}) "
+            "for them.",
+            stacklevel=3,
+        )
 
 
 HOLD_EXPERTS = ("assignment", "compressed_tensors", "quark")

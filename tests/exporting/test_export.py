@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from dmx.applying.linear import quantized_layers
 from dmx.applying.quantizers import BlockQuantizer
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.targets import TARGETS
+from dmx.errors import AssignmentError
 from dmx.exporting import make_plan
 from dmx.exporting._fresh_load import rows_of
 from dmx.exporting.layouts import layers_of
@@ -20,6 +22,7 @@ from dmx.exporting.verify import as_loaded, check_loading, default_tokens
 from dmx.exporting.writing import read_headers
 from dmx.formats import FP8, MXFP4, MXFP6_E2M3, MXFP8_E4M3
 from dmx.weights.gptq import gptq
+from experiments.running.sources import read_source
 from tests.exporting.conftest import HELD, VLLM, mixed, needs, unequal
 
 ARCHITECTURES = ("llama", "smollm2", "qwen2", "qwen3")  # smollm2 is tied, qwen2 has biases
@@ -67,6 +70,42 @@ def test_compressed_tensors_loads_weights_that_gptq_rounded(make_tiny, tmp_path,
     batches = list(torch.randint(0, 257, (3, 2, 48), generator=torch.Generator().manual_seed(1)))
     rounded = gptq(model, mixed(model, HELD["compressed_tensors"]), batches)
     assert export(model, rounded, tmp_path / "out", "compressed_tensors").verification.equal
+
+
+def test_formats_of_finished_weights_are_not_given_to_other_weights(make_tiny, tmp_path):
+    model = make_tiny("llama", dtype="bfloat16").model
+    batches = list(torch.randint(0, 257, (2, 2, 32), generator=torch.Generator().manual_seed(1)))
+    plain, to = mixed(model, VLLM), {"target": "quark", "verify": False}
+    rounded = gptq(model, plain, batches)
+    with pytest.warns(
+        UserWarning, match="writes names alone: its tool .* not those that the .* gptq"
+    ):
+        dmx.export(model, rounded, tmp_path / "names", target="auto_round")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dmx.export(model, plain, tmp_path / "plain", target="auto_round")
+    for name, assignment in (("rounded", rounded), ("nearest", plain)):
+        dmx.export(model, assignment, tmp_path / name, **to)
+    dmx.export(model, tmp_path / "nearest" / "assignment.json", tmp_path / "again", **to)
+    dmx.export(model, tmp_path / "names" / "assignment.json", tmp_path / "both", **to)
+    path = tmp_path / "rounded" / "assignment.json"
+    for read in (
+        lambda: dmx.export(model, path, tmp_path / "wrong", **to),
+        lambda: read_source(str(path), "assignment"),
+    ):
+        with pytest.raises(
+            AssignmentError, match=r"rounded is of the files beside it \(weights gptq\): .* Give"
+        ):
+            read()
+    assert read_source(str(path.parent), "assignment").files == path.parent
+    facts = path.parent / "dmx_export.json"
+    facts.write_text(json.dumps({"weights": {"name": "mse"}, "transform": "hadamard_full"}))
+    with pytest.raises(AssignmentError, match=r"beside it \(transform hadamard_full\)"):
+        read_source(str(path), "assignment")
+    facts.write_text("{")
+    with pytest.raises(AssignmentError, match=r"dmx_export\.json is damaged"):
+        read_source(str(path), "assignment")
+    assert not (tmp_path / "wrong").exists()
 
 
 @needs("compressed-tensors")
