@@ -107,7 +107,7 @@ def reference_of(group: Group, groups: Sequence[Group], search: str | None = Non
     """
     alike = alike_in(group, groups, HEURISTICS if search is None else (search,))
     if not alike:
-        return f"no {search or 'heuristic'} result at the same budget"
+        return f"no {search or 'heuristic'} result at the same budget with the same settings and weights"
     if len({g.place for g in alike}) > 1:
         return f"several {search or 'heuristic'} results, none of them at this row's budget"
     return min(alike, key=lambda g: g.statistic("perplexity").mean or 0.0)

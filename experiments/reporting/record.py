@@ -347,6 +347,11 @@ class Row(Measured):
         """Of the method."""
         return self.method.label
 
+    @property
+    def weights_seconds(self) -> float | None:
+        """That its weights took after the search; None where nothing was done to them that takes time."""
+        return (self.weights or {}).get("seconds")
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingRow(Measured):

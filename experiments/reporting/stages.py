@@ -65,7 +65,12 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     said[f"from scales {' '.join(start)}"] = bool(start)
     if "batches" in facts:
         held = of("held_batches", 0)
-        said[f"held batches {held}"] = held != usual.held_of(facts["batches"] + held)
+        kept = (
+            f"{held} batch{'es' * (held > 1)} kept to measure on"
+            if held
+            else "learned from all batches"
+        )
+        said[kept] = held != usual.held_of(facts["batches"] + held)
     return said
 
 

@@ -35,7 +35,9 @@ class Column:
     unit: str
     cell: Callable[[Group, Sequence[Group]], tuple[str, str]]
     narrow: str | None
-    """Head for the terminal, where a hundred columns must hold the table; None leaves it out."""
+    """Head for the terminal, where eighty columns must hold the table; None leaves it out."""
+    bits: str | None = None
+    """Unit of the bits that it shows; the terminal shows those of the budgets alone."""
 
 
 def _metric(
@@ -57,6 +59,13 @@ def _seconds(statistic: Statistic) -> str:
     return seconds_text(statistic.mean or 0.0)
 
 
+def _time_cell(group: Group, groups: Sequence[Group]) -> tuple[str, str]:
+    search, weights = map(group.statistic, ("search_seconds", "weights_seconds"))
+    if search.mean is None:
+        return "–", search.reason
+    return seconds_text(search.mean + (weights.mean or 0.0)), search.reason
+
+
 def _memory(statistic: Statistic) -> str:
     return bytes_text(statistic.mean or 0.0)
 
@@ -66,31 +75,39 @@ def _bits(statistic: Statistic) -> str:
     return f"{statistic.mean:.3f}"
 
 
+_ELEMENT_BITS, _BITS = (_metric(name, _bits) for name in ("element_bits", "bits_per_element"))
 _WHOLE = _metric("whole_model_bits_per_element", _bits)
 COLUMNS = (
     Column("perplexity", "", _metric("perplexity"), "perplexity"),
     Column("minus {}", "nats/token, paired", _difference_cell, "minus {}\nnats/token"),
-    Column("element bits", "without scales", _metric("element_bits", _bits), "element\nbits"),
-    Column("bits/element", "with scales", _metric("bits_per_element", _bits), "bits/\nelement"),
-    Column("whole model", "bits/element", _WHOLE, "model bits\n/element"),
-    Column("search", "time", _metric("search_seconds", _seconds), "search"),
+    Column("element bits", "without scales", _ELEMENT_BITS, "element\nbits", "element_bits"),
+    Column("bits/element", "with scales", _BITS, "bits/\nelement", "bits_per_element"),
+    Column("whole model", "bits/element", _WHOLE, None),
+    Column("search + weights", "time", _time_cell, "search +\nweights"),
     Column("memory", "search peak", _metric("search_peak_memory_bytes", _memory), None),
     Column("eval", "time", _metric("eval_seconds", _seconds), None),
 )
 
 
 def terminal_table(record: Record) -> Table:
-    """The results table for the end of a run; the same cells as in the report."""
+    """The results table for the end of a run, in eighty columns; the same cells as in the report."""
     if record.training_rows:
         return _recipes_terminal(record.training_rows)
     groups = group_rows(record.rows)
+    unit, against = bits_unit(groups), reference_name(groups)
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold")
     has_budgets = any(group.budget for group in groups)
     if has_budgets:
         table.add_column("budget", no_wrap=True)
-    columns = [column for column in COLUMNS if column.narrow]
-    against = reference_name(groups)
+    compared = any(difference_to(group, groups).mean is not None for group in groups)
+    columns = [
+        column
+        for column in COLUMNS
+        if column.narrow
+        and column.bits in (None, unit)
+        and (compared or column.cell is not _difference_cell)
+    ]
     for column in columns:
         head = (column.narrow or "").format(against)
         table.add_column(head, justify="right", overflow="fold")  # never a cut number
@@ -102,6 +119,13 @@ def terminal_table(record: Record) -> Table:
         budget = [limit_text(group)] if has_budgets else []
         table.add_row(
             plain(group.name), *budget, *cells, style="bold" if group.method.is_dmx else None
+        )
+    if compared:
+        other = "the best heuristic" if against == "heuristic" else against
+        table.caption_justify = "left"
+        table.caption = (
+            f"minus {against}: against {other} at the same budget, with the same settings and weights; – where there is "
+            "no such row"
         )
     return table
 

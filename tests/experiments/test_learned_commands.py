@@ -35,7 +35,7 @@ def test_compare_measures_learned_weights_of_every_search(run, record_of, tmp_pa
     record = record_of(tmp_path / "run")
     rows = record.rows
     ends = ["", " + mse", " + local Hessian, 2 batches"]
-    ends.append(" + learned weights, 4 steps, lr 0.001, warm-up 1, held batches 1")
+    ends.append(" + learned weights, 4 steps, lr 0.001, warm-up 1, 1 batch kept to measure on")
     assert [r.label for r in rows[:8]] == [f"{n}{e}" for n in ("fisher", "dMX") for e in ends]
     assert len(rows) == 16
     assert all(len({r.nll for r in rows[i : i + 4]}) == 4 for i in (0, 4, 8, 12))

@@ -60,7 +60,7 @@ ROWS = {
     "inputs in full precision": learned_in(inputs=False),
     "masters bfloat16": learned_in(masters="bfloat16"),
     "moments int8": learned_in(optimizer_state="int8"),
-    "held batches 0": learned_in(batches=954, held_batches=0),
+    "learned from all batches": learned_in(batches=954, held_batches=0),
     "200 steps a block": learned_in(block_steps=200),
     "learned scales": told(weights="learned_scales"),
     "family 4/8": told(family="mxfp8_mxfp4"),
