@@ -54,6 +54,9 @@ from dmx.transforms.learning import LearnedRotations
 STATE_FILE = "search_state.safetensors"
 LOSSES = ("soft_loss", "hard_loss", "projected_loss")
 """Of a row of the history; null in steps that do not measure them."""
+MOST_LEFT = 0.5
+"""Of the bits above the cheapest choice, that the projection may hand out without a warning; beyond, most of the choice
+is by the order of the offsets, which the descent never weighed at the budget."""
 _T = TypeVar("_T")
 
 
@@ -544,15 +547,18 @@ class DifferentiableSearch:
 
     def _warn_of_idle_parts(self) -> None:
         """Says what was there to shape the choice and did not."""
-        config, limit = self.config, self.budget.limit
-        dearest = self.space.bounds(self.budget.unit)[1]
-        hinge = config.descent.penalty == "hinge" and config.descent.slope > 0
-        highest = max(row["soft_bits"] for row in self.history)
-        if hinge and highest <= limit < dearest:
+        config, limit, last = self.config, self.budget.limit, self.history[-1]
+        room = last["projected_bits"] - self.cheapest
+        left = (last["projected_bits"] - last["hard_bits"]) / room if room > 0 else 0.0
+        # A dearest choice that fits is every search's, and `exact` descends at the budget.
+        has_choice = limit < self.space.bounds(self.budget.unit)[1]
+        if has_choice and config.descent.penalty != "exact" and left > MOST_LEFT:
             self._warn(
-                f"the penalty was 0 in all {config.steps} steps: the soft average reached {highest:.3f} of "
-                f"budget.limit={limit:g}, and the rest was chosen by the projection. Raise search.descent.raw_start "
-                "or search.steps, or use search.descent.penalty=exact."
+                f"after {config.steps} steps the descent's own choice has {last['hard_bits']:.3f} of budget.limit="
+                f"{limit:g}: {left:.0%} of the bits above the cheapest formats were handed out afterwards, in the order of "
+                "the offsets. The budget holds and is used up, but the descent did not weigh layers against each other at it, and "
+                "another search may find a better choice. Use search.descent.penalty=exact, which descends at the budget, "
+                "or more search.steps."
             )
         if np.array_equal(self.raw_rows[-1], self.raw_rows[0]):
             unit = self.space.units[0].name

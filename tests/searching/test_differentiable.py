@@ -398,16 +398,27 @@ def test_a_search_in_which_nothing_moved_says_so(tiny):
     assert "no offset moved" in result.warnings[-1]
 
 
-def test_a_penalty_that_never_bites_says_so(tiny):
+def test_a_choice_that_is_left_to_the_projection_says_so(tiny):
     model, batches = tiny
-    said = r"penalty was 0 in all 2 steps: .* reached 4\.\d+ of budget\.limit=5, .*penalty=exact"
-    with pytest.warns(UserWarning, match=said):
-        dmx.search(model, batches, Budget(5.0), search_config(steps=2))
-    for bites in (
+    said = r"own choice has 4\.000 of budget\.limit=5: 100% of the bits .*penalty=exact"
+    for far in (
+        search_config(steps=2),  # the soft average stays below
+        search_config(steps=6, raw_start=1.0, lr=30.0),  # the penalty throws every offset to 0
+    ):
+        with pytest.warns(UserWarning, match=said):
+            result = dmx.search(model, batches, Budget(5.0), far)
+        assert result.history[-1]["hard_bits"] == 4.0
+    above = search_config(steps=2, raw_start=1.2, slope=0.0, lr=1e-3)
+    for near in (
         search_config(steps=2, raw_start=2.0),
         search_config(steps=2, penalty="exact"),
+        above,
     ):
-        assert not dmx.search(model, batches, Budget(5.0), bites).warnings
+        assert not dmx.search(model, batches, Budget(5.0), near).warnings
+    # No step is penalized, and the choice is the descent's own.
+    assert all(
+        row["penalty"] == 0 for row in dmx.search(model, batches, Budget(5.9), above).history
+    )
 
 
 def test_gradients_that_are_not_finite_name_the_layer_once(tiny):
