@@ -124,7 +124,7 @@ def terminal_table(record: Record) -> Table:
         other = "the best heuristic" if against == "heuristic" else against
         table.caption_justify = "left"
         table.caption = (
-            f"minus {against}: against {other} at the same budget, with the same settings and weights; – where there is "
+            f"minus {against}: loss minus that of {other} at the same budget, settings and weights; – where there is "
             "no such row"
         )
     return table

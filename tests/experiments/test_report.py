@@ -554,7 +554,9 @@ def test_terminal_table_shows_the_cells_of_the_report_in_eighty_columns(run_fold
     cells = ("≤ 5 ", " 28.54 ", " −0.0589 ± 0.0012 ", " 4.998 ", " 1 min 23 s ")
     assert any(all(cell in line for cell in cells) for line in text.splitlines())
     assert " 8 min 03 s " in text, "learning counts in the time of what learned"
-    assert "same settings and weights; – where there is no such row" in " ".join(text.split())
+    assert "same budget, settings and weights; – where there is no such row" in " ".join(
+        text.split()
+    )
     assert "minus" not in shown(record.rows[0]), "where nothing is compared"
 
 
