@@ -42,7 +42,6 @@ from experiments.reporting.pooling import Presets  # noqa: E402
 from experiments.reporting.record import Record  # noqa: E402
 from experiments.reporting.scaling import SCHEMA as GROWTH  # noqa: E402
 from experiments.reporting.stored import flatten, read_json  # noqa: E402
-from scripts.peers.headline import with_table  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"
@@ -203,7 +202,7 @@ def peers_outputs(peers: dict[str, Record]) -> Made:
 
     def made(records: list[Record]) -> Made:
         text, figures = peers_page(records)
-        page: Made = {RESULTS / "peers.md": with_table(text, records)}
+        page: Made = {RESULTS / "peers.md": text}
         return page | {RESULTS / name: figure for name, figure in figures.items()}
 
     try:

@@ -6,6 +6,5 @@ tools.py       which tools there are, what each can do, and where its environmen
 answers.py     an answer as an `Assignment`, or weights that are values of its formats
 texts.py       the texts and the tokens of calibration, before a model is loaded
 bench.py       the model, and rows of our evaluator
-headline.py    how often ours is below them, for the page of results
 __main__.py    the command; see there
 """

@@ -10,7 +10,6 @@ from experiments.reporting.pages import peers_against
 from experiments.reporting.pages.peers import peers_page
 from experiments.reporting.pages.peers_results import results_of
 from experiments.reporting.record import Device
-from scripts.peers.headline import with_table
 
 from ..experiments.helpers import answers, method, record, row, text
 
@@ -105,7 +104,7 @@ def test_ours_is_held_against_the_best_other_tool_on_the_seeds_that_both_have():
     cell = f"{change:+.1f} ± {error:.1f}"
     row = "| 4,096 | 4/8 | 5 | dmx adaptive, polished | 10 | ModelOpt | 50 | 2 |"
     assert f"{row} {cell} | {cell} (told floor) |" in page
-    assert "by at least 1 % in 2 of 2" in page and "Where our default is not" not in page
+    assert "at least 1 % lower at 2 of 2 places" in page and "Where our default is not" not in page
 
 
 def test_under_each_rule_stands_the_search_that_was_told_it():
@@ -117,9 +116,9 @@ def test_under_each_rule_stands_the_search_that_was_told_it():
     page, _ = peers_page(of)
     row = "| dmx adaptive, polished | 10; 20 | ModelOpt | 10 | 1 |"
     assert f"{row} {100 * math.expm1(-0.1):+.1f} | {100 * math.expm1(-0.2):+.1f} |" in page
-    assert "in 2 of 2 (2 on one seed)" in page
+    assert "| formats alone | weights and inputs | 2 | 2 | at least 1 % lower | 2 |" in page
     page, _ = peers_page([of[0], of[2]])
-    assert "by at least 1 % in 1 of 2" in page
+    assert "at least 1 % lower at 1 of 2 places" in page
     assert (
         f"- 4/8 at 5 bits, even: {100 * math.expm1(0.1):+.1f} % with 4,096 tokens (told floor)\n"
         in page
@@ -142,13 +141,13 @@ def test_finished_weights_count_the_search_before_and_must_be_faster():
     page, _ = peers_page([*chose, theirs, made(2.9, **own, seconds=40.0, formats="x")])
     change = f"{100 * math.expm1(-0.1):+.1f}"
     assert f"| then learned | 47 | SignRound | 50 | 1 | {change} | {change} |" in page
-    assert "by at least 5 % and in less time, choosing included, in 2 of 2" in page
+    assert "at least 5 % lower and in less time at 2 of 2 places" in page
     page, _ = peers_page([*chose, theirs, made(2.9, **own, seconds=50.0, formats="x")])
-    assert "and in less time, choosing included, in 0 of 2" in page
+    assert "and in less time at 0 of 2 places" in page
     assert f"even: {change} % with 4,096 tokens, but not known to be faster\n" in page
     page, _ = peers_page([theirs, made(2.9, **own, seconds=1.0, formats="x")])
     assert "| then learned | – | SignRound | – |" in page  # nobody knows how long the choice took
-    assert "choosing included, in 0 of 2" in page
+    assert "in less time at 0 of 2 places" in page
 
 
 def beside(of, count):
@@ -163,14 +162,29 @@ def test_seconds_beside_other_cells_are_told_apart_and_make_nothing_of_ours_fast
         "sign": made(3.0, peer="auto_round", name="sign", label="SignRound", gives="weights", formats="y"),
     }  # fmt: skip
     shown = {
-        ("own", "learned"): ("| 17 (beside 3) | SignRound | 40 |", "in 2 of 2"),
-        ("learned",): ("| 17 (beside 0 to 3) | SignRound | 40 |", "in 2 of 2"),
-        ("chose",): ("| 17 | SignRound | 40 (beside 0 to 3) |", "in 0 of 2"),
-        tuple(of): ("| 17 (beside 3) | SignRound | 40 (beside 3) |", "in 2 of 2"),
+        ("own", "learned"): ("| 17 (beside 3) | SignRound | 40 |", 2),
+        ("learned",): ("| 17 (beside 0 to 3) | SignRound | 40 |", 2),
+        ("chose",): ("| 17 | SignRound | 40 (beside 0 to 3) |", 0),
+        tuple(of): ("| 17 (beside 3) | SignRound | 40 (beside 3) |", 2),
     }
     for names, (cells, met) in shown.items():
         page, _ = peers_page([beside(r, 3) if n in names else r for n, r in of.items()])
-        assert cells in page and f"choosing included, {met}" in page
+        assert cells in page and f"in less time at {met} of 2 places" in page
+    # Of seeds that were taken beside more or fewer, ours beside as many as theirs count.
+    seeds = [
+        replace(r, requested={**r.requested, "seed": s}, actual={**r.actual, "beside": s, "formats": {"a": f"{n}{s}"}})
+        for s in (5, 6)
+        for n, r in zip("xyxy", of.values(), strict=True)
+    ]  # fmt: skip
+    one = [
+        r
+        for r in seeds
+        if r.requested["seed"] == 6 or r.requested["peer"] in ("ours", "ours_weights")
+    ]
+    assert "| 17 (beside 5) | SignRound | 40 (beside 6) | 1 |" in (page := peers_page(one)[0])
+    assert "in less time at 2 of 2 places" in page
+    fewer = [r for r in one if r.requested["seed"] == 6 or r.requested["peer"] != "ours"]
+    assert "in less time at 2 of 2 places" in peers_page(fewer)[0]
     busy = [beside(ours(3.0, seed=1, seconds=90.0), 7), ours(3.0, seed=2, seconds=20.0)]
     assert "| 20 | 1.00 |" in peers_page(busy)[0] and "| 90 (beside 7) |" in peers_page(busy[:1])[0]
 
@@ -274,7 +288,7 @@ def test_curves_are_drawn_and_our_default_is_held_against_heuristics():
         assert styles == ["-", "-", "-", "--"]
         assert figure.axes[0].get_xscale() == figure.axes[1].get_xscale() == "log"
         assert figure.axes[0].get_ylabel() == "perplexity, 4/8 at 5 bits"
-    first = page.split("\n\n")[1]
+    first = page.split("\n\n")[3]
     assert "[peers_floor.png](peers_floor.png), [peers_even.png](peers_even.png)" in first
     assert "by more than 1 standard error at 2 of 4 places" in first  # 512 tokens, both rules
     mean = f"{np.mean(np.exp(3.2 + WAVE.mean() + 0.001 * np.arange(3))):.2f}"
@@ -288,13 +302,13 @@ def test_curves_are_drawn_and_our_default_is_held_against_heuristics():
 
 
 def test_a_verdict_is_of_defaults_and_empty_without_another_tool():
-    assert peers_against.verdict(results_of([ours(3.0)])) == ""
+    assert peers_against.verdict(results_of([ours(3.0)])) == []
     plain = made(2.0, peer="ours", name="adaptive", label="dmx adaptive")
     page, _ = peers_page([ours(3.0), plain, made(3.0, **OTHER)])
-    assert "in 0 of 2" in page  # adaptive is the default on CPUs alone
+    assert "at 0 of 2 places" in page  # adaptive is the default on CPUs alone
     at = {"device": Device("CPU", "cpu", 2)}
     of = [ours(3.0, **at), replace(plain, **at), made(3.0, **OTHER, **at)]
-    assert "in 2 of 2" in peers_page(of)[0]
+    assert "at 2 of 2 places" in peers_page(of)[0]
 
 
 def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_below():
@@ -308,17 +322,16 @@ def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_belo
         made(3.0, **sign),
     ]
     text, _ = peers_page(of)
-    title, lead, table, rest, *_ = with_table(text, of).split("\n\n")
+    title, lead, table, rest, *_ = text.split("\n\n")
     assert title == "# peers" and rest.startswith("Other tools' automatic formats")
     assert lead.endswith(
         ": at least 1 % lower at 2 of 4 places with formats alone, "
         "at least 5 % lower and in less time at 0 of 2 places with finished weights."
     )
     assert table.splitlines()[2:] == [
-        "| formats alone | weights and inputs | 2 | 1 | 1 | 1 % |",
-        "| formats alone | weights alone | 2 | 2 | 1 | 1 % |",
-        "| finished weights | weights and inputs | 2 | 2 | 0 | 5 % and in less time |",
+        "| formats alone | weights and inputs | 2 | 1 | at least 1 % lower | 1 |",
+        "| formats alone | weights alone | 2 | 2 | at least 1 % lower | 1 |",
+        "| finished weights | weights and inputs | 2 | 2 | at least 5 % lower and in less time | 0 |",
     ]
-    assert with_table(text, of).split("\n\n")[4:] == text.split("\n\n")[2:]
     alone, _ = peers_page(of[:2])
-    assert with_table(alone, of[:2]) == alone
+    assert alone.split("\n\n")[1].startswith("Other tools' automatic formats")

@@ -52,7 +52,8 @@ def peers_page(records: Sequence[Record]) -> tuple[str, dict[str, Figure]]:
     lines = [
         "# peers",
         "",
-        " ".join(text for text in (verdict(results), said, about) if text),
+        *verdict(results),
+        " ".join(text for text in (said, about) if text),
         "",
         "How to run it: `python -m scripts.peers -h`, `make peers` for the tools. Means over seeds ± their standard error, "
         "seconds as medians; another seed draws other calibration tokens, and one seed has no error.",

@@ -222,17 +222,17 @@ class Result:
     @property
     def time(self) -> Time:
         """Of the search, or of what makes weights."""
-        return _median([_time(record) for record in self.records])
+        return typical([_time(record) for record in self.records])
 
     @property
     def gib(self) -> float:
         """Peak memory, the largest of all seeds."""
         return max(record.actual["peak_memory_bytes"] for record in self.records) / 2**30
 
-    def whole_time(self, results: Sequence[Result]) -> Time | None:
-        """Finished weights with the fastest search that chose their formats; None where none did."""
+    def whole_times(self, results: Sequence[Result]) -> list[Time]:
+        """By seed: finished weights with the fastest search that chose their formats, without seeds for which none did."""
         if self.gives == "formats":
-            return self.time
+            return [_time(record) for record in self.records]
         found = []
         for record in self.records:
             chose = [
@@ -244,7 +244,7 @@ class Result:
             ]
             if chose:
                 found.append(_time(record).plus(min(chose, key=lambda t: t.seconds)))
-        return _median(found) if found else None
+        return found
 
 
 def _time(record: Record) -> Time:
@@ -252,8 +252,8 @@ def _time(record: Record) -> Time:
     return Time(float(record.actual["seconds"]), beside, beside)
 
 
-def _median(times: Sequence[Time]) -> Time:
-    """Over seeds, of those that were taken beside the fewest others."""
+def typical(times: Sequence[Time]) -> Time:
+    """The median over seeds, of those that were taken beside the fewest others."""
     fewest = min(time.most for time in times)
     of = [time for time in times if time.most == fewest]
     return Time(median(time.seconds for time in of), min(time.least for time in of), fewest)
