@@ -55,9 +55,9 @@ STATE_FILE = "search_state.safetensors"
 LOSSES = ("soft_loss", "hard_loss", "projected_loss")
 """Of a row of the history; null in steps that do not measure them."""
 MOST_LEFT = 0.5
-"""Of the bits above the cheapest choice, that the projection may hand out without a warning; beyond, most of the choice
-is by the order of the offsets, which the descent never weighed at the budget. In the demo 0.27 are left to it, with perplexity
-17.91; penalty=exact has 18.01 (one seed)."""
+"""Share of the choice that the projection may make without a warning: of the bits above the cheapest choice that it hands out,
+or of those below the dearest that it takes back. Beyond, most of the choice is by the order of the offsets, which the descent
+never weighed at the budget. In the demo 0.27 are left to it, with perplexity 17.91; penalty=exact has 18.01 (one seed)."""
 _T = TypeVar("_T")
 
 
@@ -549,17 +549,23 @@ class DifferentiableSearch:
     def _warn_of_idle_parts(self) -> None:
         """Says what was there to shape the choice and did not."""
         config, limit, last = self.config, self.budget.limit, self.history[-1]
-        room = last["projected_bits"] - self.cheapest
-        left = (last["projected_bits"] - last["hard_bits"]) / room if room > 0 else 0.0
+        dearest = self.space.bounds(self.budget.unit)[1]
+        own, chosen = last["hard_bits"], last["projected_bits"]
+        is_below = own < chosen
+        room = chosen - self.cheapest if is_below else dearest - chosen
+        left = abs(chosen - own) / room if room > 0 else 0.0
         # A dearest choice that fits is every search's, and `exact` descends at the budget.
-        has_choice = limit < self.space.bounds(self.budget.unit)[1]
-        if has_choice and config.descent.penalty != "exact" and left > MOST_LEFT:
+        if limit < dearest and config.descent.penalty != "exact" and left > MOST_LEFT:
+            moved = (
+                "above the cheapest formats were handed out"
+                if is_below
+                else "below the dearest formats were taken back"
+            )
             self._warn(
-                f"after {config.steps} steps the descent's own choice has {last['hard_bits']:.3f} of budget.limit="
-                f"{limit:g}: {left:.0%} of the bits above the cheapest formats were handed out afterwards, in the order of "
-                "the offsets. The budget holds and is used up, but the descent did not weigh layers against each other at it, and "
-                "another search may find a better choice. Use search.descent.penalty=exact, which descends at the budget, "
-                "or more search.steps."
+                f"after {config.steps} steps the descent's own choice has {own:.3f} of budget.limit={limit:g}: {left:.0%} "
+                f"of the bits {moved} afterwards, in the order of the offsets. The budget holds and is used up, but the "
+                "descent did not weigh layers against each other at it, and another search may find a better choice. Use "
+                "search.descent.penalty=exact, which descends at the budget, or more search.steps."
             )
         if np.array_equal(self.raw_rows[-1], self.raw_rows[0]):
             unit = self.space.units[0].name
