@@ -63,9 +63,9 @@ def progress(
 class Stopwatch:
     """Seconds of a job since it was made, and `before`: those that a stopped run had spent on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: float = 0.0) -> None:
         self._start = time.perf_counter()
-        self.before = 0.0
+        self.before = before
 
     @property
     def seconds(self) -> float:

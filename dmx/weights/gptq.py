@@ -27,6 +27,7 @@ from dmx.applying.stored import StoredWeight
 from dmx.assignment.assignment import Assignment
 from dmx.formats import BlockFormat, check_choice
 from dmx.models.sharding import whole
+from dmx.progress import Stopwatch
 from dmx.weights.columns import (
     GraphedColumns,
     RoundColumns,
@@ -99,6 +100,7 @@ def gptq(
     correct_inputs: bool = False,
     scales: str = "rule",
     folder: str | Path | None = None,
+    clock: Stopwatch | None = None,
 ) -> Assignment:
     """The assignment with weights rounded by GPTQ; formats and bits stay.
 
@@ -108,6 +110,7 @@ def gptq(
         damping, inputs, correct_inputs, scales: see `GptqConfig`.
         folder: keeps the state of a stopped run (`gptq_state`), from which the same call goes
             on with the same numbers; it may be deleted afterwards.
+        clock: of the call; the seconds of the stopped run that it goes on from are added.
 
     Returns:
         An assignment whose `weights` says how, with the scale rule `mse` for weights where scales are searched; its
@@ -147,4 +150,5 @@ def gptq(
         },
         inputs=inputs,
         folder=folder,
+        clock=clock,
     )

@@ -23,7 +23,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,9 @@ class _Learning:
     file: StateFile
     is_causal: bool
     """Whether attention is purely causal sdpa."""
+    clock: Stopwatch
     step: int = 0
     kl_before: float | None = None
-    clock: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -335,6 +335,7 @@ def learn_weights(
     config: LearnConfig | None = None,
     *,
     folder: str | Path | None = None,
+    clock: Stopwatch | None = None,
 ) -> Assignment:
     """The assignment with weights that learned under its formats; formats and bits stay.
 
@@ -346,6 +347,7 @@ def learn_weights(
         config: default `LearnConfig()`.
         folder: keeps a checkpoint (`learning_state.safetensors`), from which the same call goes on with the
             same numbers; it may be deleted afterwards.
+        clock: of the call; the seconds of the stopped run that it goes on from are added.
 
     Returns:
         An assignment whose `weights` says how; its tensors are written by `save`.
@@ -355,7 +357,7 @@ def learn_weights(
         ModelError: applied already, layers that share one weight. DataError: the batches. RunError: a loss
         that is not finite, a setting that cannot be met here, or a folder of another run.
     """
-    config = LearnConfig() if config is None else config
+    config, clock = LearnConfig() if config is None else config, clock or Stopwatch()
     if not isinstance(config, LearnConfig):
         raise TypeError(f"config must be a dmx.LearnConfig, got {config!r}: dmx.LearnConfig()")
     model = plain_model(model)
@@ -395,7 +397,16 @@ def learn_weights(
             states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
-                model, weights, assignment, rotations, config, states, learned, measured, rules
+                model,
+                weights,
+                assignment,
+                rotations,
+                config,
+                states,
+                learned,
+                measured,
+                rules,
+                clock,
             )
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
@@ -408,7 +419,7 @@ def learn_weights(
                 learning_model(model, masters, assignment, rotations, inputs=config.inputs)
             )
             stage.enter_context(checkpointing(model, config.gradient_checkpointing, "learn"))
-            run = _Learning(model, bank, masters, learned, held, config, file, is_causal)
+            run = _Learning(model, bank, masters, learned, held, config, file, is_causal, clock)
             run.kl_before = facts.get("kl_before")
             run.run()
             facts |= {"kl_before": run.kl_before, "kl_after": run.kl_after}

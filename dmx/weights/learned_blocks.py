@@ -31,7 +31,7 @@ from dmx.kernels.losses import kl_loss
 from dmx.models.memory import room_to_keep
 from dmx.models.replay import PrefixReplay
 from dmx.processes import Processes
-from dmx.progress import progress
+from dmx.progress import Stopwatch, progress
 from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.weights.learn_config import LearnConfig
@@ -92,6 +92,7 @@ class BlockLearning:
     measured: Sequence[Tensor]
     rules: Assignment
     """Whose scale rules offsets of rounding start from; `assignment` says those of what is stored."""
+    clock: Stopwatch
     kept: dict[str, Tensor] = field(default_factory=dict)
     kl_before: float = 0.0
     kl_after: float = 0.0
@@ -191,11 +192,13 @@ class BlockLearning:
             else:
                 try:
                     masters.take(state.tensors["weights"])
+                    self.clock.before = state.facts["seconds"]
                 except (KeyError, RuntimeError) as error:
                     raise file.damaged(error) from error
             kept = masters.values if self.config.steps else masters.seen
             if state is None and self.processes.is_main:
-                file.save(State({"block": block}, {"weights": kept}))
+                facts = {"block": block, "seconds": self.clock.seconds}
+                file.save(State(facts, {"weights": kept}))
             found = self._through(block, found, bank)
             bank.forget()
         for name in names:

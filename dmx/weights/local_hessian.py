@@ -33,6 +33,7 @@ from dmx.models.sharding import whole
 from dmx.numerics.mx import from_blocks, to_blocks
 from dmx.numerics.rounding import exact_power_of_two, float_exponent
 from dmx.numerics.scaling import scale_candidates, sum_by_pairs
+from dmx.progress import Stopwatch
 from dmx.weights.config import check_local_hessian
 from dmx.weights.recorder import Recorder
 from dmx.weights.rounding import Rounding, round_on
@@ -121,6 +122,7 @@ def local_hessian(
     *,
     inputs: bool = True,
     folder: str | Path | None = None,
+    clock: Stopwatch | None = None,
 ) -> Assignment:
     """The assignment with weights rounded to nearest under scales of least output error; formats and bits stay.
 
@@ -130,6 +132,7 @@ def local_hessian(
         inputs: see `LocalHessianConfig`.
         folder: keeps the state of a stopped run (`local_hessian_state`), from which the same call goes on with the
             same numbers; it may be deleted afterwards.
+        clock: of the call; the seconds of the stopped run that it goes on from are added.
 
     Returns:
         An assignment with the scale rule `mse` for weights whose `weights` says how; its tensors are written by `save`.
@@ -148,4 +151,5 @@ def local_hessian(
         settings={"inputs": inputs},
         inputs=inputs,
         folder=folder,
+        clock=clock,
     )

@@ -30,7 +30,7 @@ from dmx.models.running import evaluating
 from dmx.models.searchable import check_differentiable
 from dmx.models.sharding import is_sharded
 from dmx.processes import Processes
-from dmx.progress import progress
+from dmx.progress import Stopwatch, progress
 from dmx.state import State, StateFile, code_version
 from dmx.weights.identity import weights_fingerprint
 from dmx.weights.recorder import Recorder, Stage, record, stages_of
@@ -42,13 +42,20 @@ class States:
 
     Args:
         module: that rounds; another version of its code begins anew.
+        clock: of the run; `load` adds the seconds of a stopped one.
     """
 
     def __init__(
-        self, folder: Path | None, fingerprint: str, assignment: Assignment, name: str, module: str
+        self,
+        folder: Path | None,
+        fingerprint: str,
+        assignment: Assignment,
+        name: str,
+        module: str,
+        clock: Stopwatch,
     ) -> None:
         self.folder, self.fingerprint, self.assignment = folder, fingerprint, assignment
-        self.name, self.module = name, module
+        self.name, self.module, self.clock = name, module, clock
 
     def _file(self, part: int) -> StateFile:
         return StateFile(
@@ -60,7 +67,7 @@ class States:
         )
 
     def save(self, part: int, weights: dict[str, StoredWeight]) -> None:
-        self._file(part).save(State(tensors=to_tensors(weights)))
+        self._file(part).save(State({"seconds": self.clock.seconds}, to_tensors(weights)))
 
     def load(self, part: int, names: Iterable[str]) -> dict[str, StoredWeight] | None:
         """Weights of a part; None where it was not rounded.
@@ -74,8 +81,9 @@ class States:
             return None
         formats = {name: self.assignment.formats[name] for name in names}
         try:
+            self.clock.before = state.facts["seconds"]
             return from_tensors(state.tensors, formats, self.assignment.shapes)
-        except AssignmentError as error:
+        except (AssignmentError, KeyError) as error:
             raise file.damaged(error) from error
 
 
@@ -188,6 +196,7 @@ def round_on(
     settings: Mapping[str, Any],
     inputs: bool,
     folder: str | Path | None,
+    clock: Stopwatch | None,
 ) -> Assignment:
     """The assignment with the weights that a stage rounds; formats and bits stay.
 
@@ -197,6 +206,7 @@ def round_on(
         settings: what the assignment says of it, beside its name and the batches.
         inputs: quantize inputs meanwhile.
         folder: keeps the state of a stopped run, in `<name>_state`.
+        clock: of the call; the seconds of the stopped run that it goes on from are added.
     """
     model = plain_model(model)
     check_differentiable(model)
@@ -210,7 +220,7 @@ def round_on(
     if assignment.experts:  # each expert has inputs of its own
         rounded = round_on(
             model, split_assignment(assignment), listed, make, name=name, module=module,
-            settings=settings, inputs=inputs, folder=folder,
+            settings=settings, inputs=inputs, folder=folder, clock=clock,
         )  # fmt: skip
         weights = joined_weights(model, assignment, stored_weights(rounded))
         assert rounded.weights is not None
@@ -230,7 +240,7 @@ def round_on(
     processes.check_same_batches(digest)
     fingerprint = weights_fingerprint(model, assignment, facts)
     place = None if folder is None else Path(folder) / f"{name}_state"
-    states = States(place, fingerprint, assignment, name, module)
+    states = States(place, fingerprint, assignment, name, module, clock or Stopwatch())
     # Whatever mode the caller is in, as for `search`.
     with evaluating(model), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         apply(model, assignment, inputs=inputs, cache_weights=True)

@@ -347,17 +347,18 @@ class Bench:
                 self.model, nearest, self.batches(seed)[: self.gptq.batches],
                 damping=self.gptq.damping, inputs=self.gptq.inputs,
                 correct_inputs=self.gptq.correct_inputs, scales=self.gptq.scales, folder=folder,
+                clock=clock,
             )  # fmt: skip
         elif stage == "local_hessian":
             done = local_hessian(
                 self.model, nearest, self.batches(seed)[: self.local_hessian.batches],
-                inputs=self.local_hessian.inputs, folder=folder,
+                inputs=self.local_hessian.inputs, folder=folder, clock=clock,
             )  # fmt: skip
         else:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
-            done = learn_weights(self.model, nearest, batches, config, folder=folder)
-        self._say_copied(stage, 0, clock.seconds, before)
+            done = learn_weights(self.model, nearest, batches, config, folder=folder, clock=clock)
+        self._say_copied(stage, 0, clock.seconds - clock.before, before)
         facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
         return dataclasses.replace(done, weights=facts), {}
 

@@ -29,6 +29,7 @@ from dmx.formats import (
 )
 from dmx.numerics import amax_to_scale_exponent, fake_quant, round_to_element, scaling
 from dmx.numerics.rounding import exact_power_of_two
+from dmx.progress import Stopwatch
 from dmx.weights import columns
 from dmx.weights import gptq as gptq_module
 from dmx.weights.columns import (
@@ -587,14 +588,16 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(gptq_module, "inverse_factor", stop)
-        gptq(model, assignment, BATCHES, folder=tmp_path)
+        gptq(model, assignment, BATCHES, folder=tmp_path, clock=Stopwatch(100.0))
     assert not quantized_layers(model) and not model.training
     calls = []
     with monkeypatch.context() as patch:
         patch.setattr(
             gptq_module, "inverse_factor", lambda *a: calls.append(0) or inverse_factor(*a)
         )
-        resumed = gptq(model, assignment, BATCHES, folder=tmp_path)
+        clock = Stopwatch()
+        resumed = gptq(model, assignment, BATCHES, folder=tmp_path, clock=clock)
+        assert clock.seconds > 100, "the seconds of the stopped run count"
         assert resumed.weights == whole.weights
         assert len(calls) == 7  # of the second block; every layer has an input format of its own
         assert gptq(model, assignment, BATCHES, folder=tmp_path).weights == whole.weights

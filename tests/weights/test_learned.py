@@ -23,6 +23,7 @@ from dmx.models.experts import install_experts
 from dmx.models.graph import GraphedStep
 from dmx.numerics import fake_quant
 from dmx.numerics.moments import random_bits, round_stochastically, step_keys
+from dmx.progress import Stopwatch
 from dmx.weights import learned
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import STATE_FILE, learn_weights
@@ -511,8 +512,12 @@ def test_a_run_that_died_ends_as_one_that_did_not(dtype, state, tiny_random, tmp
 
     monkeypatch.setattr(learned._Learning, "_update", counted)
     with pytest.raises(OSError):
-        learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
-    done = learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+        learn_weights(
+            model, uniform(model), BATCHES, config, folder=tmp_path, clock=Stopwatch(100.0)
+        )
+    clock = Stopwatch()
+    done = learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path, clock=clock)
+    assert clock.seconds > 100, "the seconds of the stopped run count"
     assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
     assert done == expected and done.content("weights") == expected.content("weights")
     monkeypatch.setattr(learned._Learning, "_learn", None)  # nothing is left to learn

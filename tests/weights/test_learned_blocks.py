@@ -10,6 +10,7 @@ from dmx.applying.linear import quantized_layers
 from dmx.errors import ModelError, RunError
 from dmx.formats import MXFP4
 from dmx.numerics import fake_quant
+from dmx.progress import Stopwatch
 from dmx.weights import learned, learned_blocks
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import _Learning, learn_weights
@@ -82,8 +83,12 @@ def test_a_run_that_died_ends_as_one_that_did_not(steps, tiny_random, tmp_path, 
 
     monkeypatch.setattr(BlockLearning, "_learn", counted)
     with pytest.raises(KeyboardInterrupt):
-        learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
-    done = learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path)
+        learn_weights(
+            model, uniform(model), BATCHES, config, folder=tmp_path, clock=Stopwatch(100.0)
+        )
+    clock = Stopwatch()
+    done = learn_weights(model, uniform(model), BATCHES, config, folder=tmp_path, clock=clock)
+    assert clock.seconds > 100, "the seconds of the stopped run count"
     assert blocks[:3] == [0, 1, 1] and 0 not in blocks[1:]
     assert done == expected and done.content("weights") == expected.content("weights")
     other = LearnConfig(**SHORT | {"steps": steps, "block_steps": 7})
