@@ -94,7 +94,8 @@ def terminal_table(record: Record) -> Table:
     if record.training_rows:
         return _recipes_terminal(record.training_rows)
     groups = group_rows(record.rows)
-    unit, against = bits_unit(groups), reference_name(groups)
+    against = reference_name(groups)
+    units = {group.budget.unit for group in groups if group.budget} or {bits_unit(groups)}
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("method", overflow="fold")
     has_budgets = any(group.budget for group in groups)
@@ -105,7 +106,7 @@ def terminal_table(record: Record) -> Table:
         column
         for column in COLUMNS
         if column.narrow
-        and column.bits in (None, unit)
+        and column.bits in (None, *units)
         and (compared or column.cell is not _difference_cell)
     ]
     for column in columns:
@@ -124,8 +125,8 @@ def terminal_table(record: Record) -> Table:
         other = "the best heuristic" if against == "heuristic" else against
         table.caption_justify = "left"
         table.caption = (
-            f"minus {against}: loss minus that of {other} at the same budget, settings and weights; – where there is "
-            "no such row"
+            f"minus {against}: loss minus that of {other} at the same budget, settings and weights; – for that row itself, "
+            "and where there is none"
         )
     return table
 

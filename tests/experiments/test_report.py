@@ -554,19 +554,23 @@ def test_terminal_table_shows_the_cells_of_the_report_in_eighty_columns(run_fold
     cells = ("≤ 5 ", " 28.54 ", " −0.0589 ± 0.0012 ", " 4.998 ", " 1 min 23 s ")
     assert any(all(cell in line for cell in cells) for line in text.splitlines())
     assert " 8 min 03 s " in text, "learning counts in the time of what learned"
-    assert "same budget, settings and weights; – where there is no such row" in " ".join(
-        text.split()
-    )
+    said = "same budget, settings and weights; – for that row itself, and where there is none"
+    assert said in " ".join(text.split())
     assert "minus" not in shown(record.rows[0]), "where nothing is compared"
 
 
-def test_terminal_table_has_bits_in_the_unit_of_the_budget():
+def test_terminal_table_has_bits_in_the_units_of_the_budgets():
     budget = Limit(5.25, "bits_per_element")
     one = dataclasses.replace(row(DMX), budget=budget, element_bits=4.998, bits_per_element=5.248)
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(terminal_table(record(one)))
-    text = console.export_text()
-    assert "5.248" in text and "4.998" not in text
+
+    def shown(*rows):
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(terminal_table(record(*rows)))
+        return console.export_text()
+
+    assert "5.248" in (text := shown(one)) and "4.998" not in text
+    other = dataclasses.replace(one, budget=Limit(5.0, "element_bits"))
+    assert "5.248" in (text := shown(one, other, other)) and "4.998" in text
 
 
 def test_targets_follow_formats_and_fused_groups():
