@@ -203,12 +203,13 @@ def check_beside_files(assignment: Assignment) -> None:
         return
     try:
         facts = read_json(path)
+        if not isinstance(facts, dict):
+            raise ValueError("it holds no facts by name")
     except (ValueError, OSError) as error:
         raise AssignmentError(f"{path} is damaged ({error}). Export again.") from error
-    stated = facts if isinstance(facts, dict) else {}
     held = {
-        "weights": _stage_of(stated.get("weights")) if assignment.weights is None else None,
-        "transform": None if assignment.transform else stated.get("transform"),
+        "weights": _stage_of(facts.get("weights")) if assignment.weights is None else None,
+        "transform": None if assignment.transform else facts.get("transform"),
     }
     if of := [f"{key} {name}" for key, name in held.items() if name not in (None, "none")]:
         raise AssignmentError(

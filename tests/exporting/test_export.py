@@ -102,9 +102,10 @@ def test_formats_of_finished_weights_are_not_given_to_other_weights(make_tiny, t
     facts.write_text(json.dumps({"weights": {"name": "mse"}, "transform": "hadamard_full"}))
     with pytest.raises(AssignmentError, match=r"beside it \(transform hadamard_full\)"):
         read_source(str(path), "assignment")
-    facts.write_text("{")
-    with pytest.raises(AssignmentError, match=r"dmx_export\.json is damaged"):
-        read_source(str(path), "assignment")
+    for damaged in ("{", "[]"):
+        facts.write_text(damaged)
+        with pytest.raises(AssignmentError, match=r"dmx_export\.json is damaged"):
+            read_source(str(path), "assignment")
     assert not (tmp_path / "wrong").exists()
 
 
