@@ -30,7 +30,7 @@ from omegaconf import OmegaConf
 from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
 from dmx.files import check_writable, write_json
-from dmx.formats import SCALE_RULES, get_family
+from dmx.formats import BF16, SCALE_RULES, get_family
 from dmx.models import ModelConfig
 from dmx.models.dtype import DTYPES
 from experiments.reporting.record import Record, Row
@@ -51,6 +51,7 @@ from .bench import Bench
 from .protocol import (
     ANSWER,
     FAILURE,
+    INPUTS,
     REQUEST,
     WEIGHTS,
     Answer,
@@ -214,8 +215,9 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
         if key in options:
             raise RunError(f"--option {key} is given twice, {options[key]} and {value}: give one.")
         options[key] = value
-    if (rule := options.get(RULE, SCALE_RULES[0])) not in SCALE_RULES:
-        raise RunError(f"--option {RULE}={rule}: there are {', '.join(SCALE_RULES)}.")
+    for key, known_values in ((RULE, SCALE_RULES), (INPUTS, (BF16.name,))):
+        if (value := options.get(key, known_values[0])) not in known_values:
+            raise RunError(f"--option {key}={value}: there are {', '.join(known_values)}.")
     for key in options.keys() & set(COUNTS):
         if not (options[key].isdecimal() and int(options[key]) > 0):
             raise RunError(f"--option {key}={options[key]} must be a whole number, at least 1")
@@ -378,8 +380,9 @@ class Grid:
         assignment = assignment_of(answer, space, bench.model, cell.limit, **facts)
         assignment.save(folder / "assignment.json")
         finished, rule = None, None
-        told = self._all_options(cell).get(RULE)
-        label = method.label + (f", told {told}" if told else "")
+        options = self._all_options(cell)
+        told = ["W"] * (INPUTS in options) + [v for k, v in options.items() if k == RULE]
+        label = ", ".join([method.label, *(f"told {what}" for what in told)])
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
@@ -397,7 +400,8 @@ class Grid:
             ]
             own = None
             if answer.own_nll and peer.own_rule:
-                ours = bench.own_windows(assignment, peer.own_rule, len(answer.own_nll))
+                inputs = INPUTS not in options
+                ours = bench.own_windows(assignment, peer.own_rule, len(answer.own_nll), inputs)
                 own = {"rule": peer.own_rule, "theirs": answer.own_nll, "ours": ours}
         facts = {
             "label": label,

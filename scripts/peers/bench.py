@@ -126,11 +126,14 @@ class Bench:
         )
         return make_row(method, stated, losses, tasks=tasks)
 
-    def own_windows(self, assignment: Assignment, rule: str, count: int) -> list[float]:
-        """nats/token of the first windows, weights and inputs by one rule: what a peer's own model is compared with."""
+    def own_windows(
+        self, assignment: Assignment, rule: str, count: int, inputs: bool
+    ) -> list[float]:
+        """nats/token of the first windows, weights, and with `inputs` inputs, by one rule: what a peer's own model is
+        compared with."""
         tokens = self.tokens[: count * text_tokens(self.tokens, self.evaluation.window)]
         stated = with_rules(assignment, rule, rule)
         losses = measure_losses(
-            self.model, tokens, self.evaluation, stated, inputs=True, label="own windows"
+            self.model, tokens, self.evaluation, stated, inputs=inputs, label="own windows"
         )
         return list(losses.by_window or ())

@@ -21,6 +21,8 @@ ANSWER = "answer.json"
 WEIGHTS = "weights.safetensors"
 """`NAME.weight` of every layer with a format, dequantized; of a stage that changes weights."""
 FAILURE = "failure.txt"
+INPUTS = "inputs"
+"""The option by which a method is told to leave inputs alone (bf16); else they have the formats of their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,11 @@ class Request(_Kept):
     """The peer measures its own model on so many windows of `evaluation`; 0: not asked for."""
     options: dict[str, Any]
     """Of the peer alone."""
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs are quantized, in the format of their weights; else they are left alone."""
+        return INPUTS not in self.options
 
 
 @dataclass(frozen=True, kw_only=True)

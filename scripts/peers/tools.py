@@ -9,11 +9,13 @@ from pathlib import Path
 
 from dmx.errors import RunError
 
+from .protocol import INPUTS
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 MXFP = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")
 RULE = "rule"
-"""The option of our searches: the scale rule of weights and inputs that they are told; floor where it is not given."""
+"""The option of what is ours: the scale rule of weights and inputs that it is told; floor where it is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ PEERS = {
     "ours": Peer(
         worker="ours",
         methods={
-            name: Method(label=f"dmx {label}", takes=(RULE,))
+            name: Method(label=f"dmx {label}", takes=(RULE, INPUTS))
             for name, label in {
                 "kl_per_bit": "kl_per_bit",
                 "fisher": "fisher",
@@ -79,26 +81,31 @@ PEERS = {
                 label="dmx learned",
                 gives="weights",
                 after="auto_round:auto_scheme",
-                takes=("learn_steps",),
+                takes=("learn_steps", RULE, INPUTS),
             ),
-            "gptq": Method(label="dmx GPTQ", gives="weights", after="auto_round:auto_scheme"),
+            "gptq": Method(
+                label="dmx GPTQ",
+                gives="weights",
+                after="auto_round:auto_scheme",
+                takes=(RULE, INPUTS),
+            ),
             "adaptive_learned": Method(
                 label="dmx adaptive, then learned",
                 gives="weights",
                 after="ours:adaptive",
-                takes=("learn_steps",),
+                takes=("learn_steps", RULE, INPUTS),
             ),
             "adaptive_polish_learned": Method(
                 label="dmx adaptive, polished, then learned",
                 gives="weights",
                 after="ours:adaptive_polish",
-                takes=("learn_steps",),
+                takes=("learn_steps", RULE, INPUTS),
             ),
             "kl_per_bit_learned": Method(
                 label="dmx kl_per_bit, then learned",
                 gives="weights",
                 after="ours:kl_per_bit",
-                takes=("learn_steps",),
+                takes=("learn_steps", RULE, INPUTS),
             ),
         },
     ),
@@ -108,8 +115,8 @@ PEERS = {
         packages=("nvidia-modelopt",),
         own_rule="rceil",
         methods={
-            "gradient": Method(label="ModelOpt AutoQuantize, gradient"),
-            "kl_div": Method(label="ModelOpt AutoQuantize, kl_div"),
+            "gradient": Method(label="ModelOpt AutoQuantize, gradient", takes=(INPUTS,)),
+            "kl_div": Method(label="ModelOpt AutoQuantize, kl_div", takes=(INPUTS,)),
         },
         cannot=(
             "Aumann-Shapley scores (arXiv 2607.12266) are not in 0.47.0",
@@ -122,12 +129,12 @@ PEERS = {
         packages=("auto-round",),
         own_rule="floor",
         methods={
-            "auto_scheme": Method(label="auto-round AutoScheme"),
+            "auto_scheme": Method(label="auto-round AutoScheme", takes=(INPUTS,)),
             "sign_round": Method(
                 label="auto-round SignRound",
                 gives="weights",
                 after="auto_round:auto_scheme",
-                takes=("iters",),
+                takes=("iters", INPUTS),
             ),
         },
     ),
@@ -153,7 +160,12 @@ PEERS = {
         packages=("amd-quark",),
         own_rule="even",
         methods={
-            name: Method(label=f"Quark {label}", gives="weights", after="auto_round:auto_scheme")
+            name: Method(
+                label=f"Quark {label}",
+                gives="weights",
+                after="auto_round:auto_scheme",
+                takes=(INPUTS,),
+            )
             for name, label in {"gptq": "GPTQ", "gptaq": "GPTAQ", "qronos": "Qronos"}.items()
         },
         cannot=(
@@ -171,6 +183,7 @@ PEERS = {
                 formats=("mxfp4", "mxfp8_e4m3"),
                 gives="weights",
                 after="auto_round:auto_scheme",
+                takes=(INPUTS,),
             ),
         },
         cannot=(

@@ -1,6 +1,7 @@
 """Other tools' choices beside ours: what they are asked, how their answers are read, and, where .venv-peers is, the tools."""
 
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
@@ -125,13 +126,15 @@ MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_ty
 
 def test_auto_rounds_layer_config_is_read():
     config = {"a": {"bits": 8, "act_bits": 8, **MX}, "b": {"bits": 6, "act_bits": 6, **MX}}
-    assert auto_round_worker.formats_of(config, ["a", "b"]) == {
-        "a": "mxfp8_e4m3",
-        "b": "mxfp6_e2m3",
-    }
+    found = {"a": "mxfp8_e4m3", "b": "mxfp6_e2m3"}
+    assert auto_round_worker.formats_of(config, ["a", "b"], True) == found
+    alone = {name: of | {"act_bits": 16} for name, of in config.items()}
+    assert auto_round_worker.formats_of(alone, ["a", "b"], False) == found
+    with pytest.raises(ValueError, match="a: weight"):
+        auto_round_worker.formats_of(config, ["a"], False)
     for wrong in ({"act_bits": 16}, {"data_type": "int"}, {"group_size": 16, "act_group_size": 16}):
         with pytest.raises(ValueError, match="a: weight"):
-            auto_round_worker.formats_of({"a": config["a"] | wrong}, ["a"])
+            auto_round_worker.formats_of({"a": config["a"] | wrong}, ["a"], True)
     assert auto_round_worker.shared_layers([["q", "k"], ["o"]]) == [["q", "k"]]
 
 
@@ -151,7 +154,8 @@ def test_modelopts_recipes_are_read():
 
 def test_llm_compressor_is_given_every_layer_by_name():
     given = {"q": "mxfp4", "k": "mxfp4", "o": "mxfp8_e4m3"}
-    assert llmcompressor_worker.groups_of(given) == {"MXFP4": ["q", "k"], "MXFP8": ["o"]}
+    assert llmcompressor_worker.groups_of(given, True) == {"MXFP4": ["q", "k"], "MXFP8": ["o"]}
+    assert list(llmcompressor_worker.groups_of(given, False)) == ["MXFP4A16", "MXFP8A16"]
 
 
 def test_quark_is_given_one_list_of_blocks_and_the_layers_in_them():
@@ -188,7 +192,7 @@ def test_our_descent_is_that_of_the_preset():
     assert polished.polish.rounds == ours.ROUNDS
 
 
-def test_our_searches_are_told_a_rule(tmp_path):
+def test_our_searches_are_told_a_rule_and_to_leave_inputs_alone():
     request = Request(
         method="adaptive", model="", dtype="float32", device="cpu", formats=FAMILY, units=[["a"]],
         limit=5.0, seed=0, given=None, own_windows=0, options={"rule": "even"},
@@ -198,6 +202,32 @@ def test_our_searches_are_told_a_rule(tmp_path):
     usual = dataclasses.replace(request, options={})
     told = ours.config_of(SimpleNamespace(request=usual)).scale_rules.by_format()
     assert {told[o]["mxfp4"] for o in ("weight", "input")} == {"floor"}
+    alone = dataclasses.replace(request, options={"inputs": "bf16"})
+    config = ours.config_of(SimpleNamespace(request=alone))
+    assert config.input_format == "bf16" and not alone.has_inputs and usual.has_inputs
+
+
+def test_our_stages_of_weights_are_told_likewise(model, space, generator):
+    names = [layer for unit in space.units for layer in unit.layers]
+    given = {name: FAMILY["down" in name] for name in names}
+    tokens = torch.randint(0, model.config.vocab_size, (8, 16), generator=generator)
+    weights = {}
+    for method, common in (("gptq", {}), ("learned", {"learn_steps": "2"})):
+        for told in ({}, {"rule": "even"}, {"inputs": "bf16"}):
+            request = Request(
+                method=method, model="", dtype="float32", device="cpu", formats=FAMILY, units=[["a", "b"]], limit=5.0,
+                seed=0, given=given, own_windows=0, options=common | told,
+            )  # fmt: skip
+            saved = {}
+            cell = SimpleNamespace(
+                request=request, tokens=tokens, notes=[], timed=lambda work: work(), peak=lambda: 0,
+                save_weights=saved.update, answer=lambda formats, *_, **__: None,
+            )  # fmt: skip
+            ours.weights(cell, model)
+            answers.weight_rule(saved, given)
+            weights[method, *told.values()] = torch.cat([w.flatten() for w in saved.values()])
+    for a, b in itertools.combinations(weights.values(), 2):
+        assert not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("rows, batches", [(1, 1), (16, 16), (64, 32), (96, 32), (500, 125)])
@@ -394,11 +424,18 @@ def test_a_given_interpreter_has_the_tool_in_its_version(monkeypatch):
 
 def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
     for more, said in (
-        (["--option", "iter=5"], "--option iter=5: what is asked for takes iters=VALUE."),
-        (["--option", "iters"], "--option iters: what is asked for takes iters=VALUE."),
+        (
+            ["--option", "iter=5"],
+            "--option iter=5: what is asked for takes inputs=VALUE, iters=VALUE.",
+        ),
+        (
+            ["--option", "iters"],
+            "--option iters: what is asked for takes inputs=VALUE, iters=VALUE.",
+        ),
         (["--option", "iters=5", "iters=6"], "--option iters is given twice, 5 and 6: give one."),
         (["--option", "iters=many"], "--option iters=many must be a whole number, at least 1"),
         (["--option", "iters=0"], "--option iters=0 must be a whole number, at least 1"),
+        (["--option", "inputs=fp8"], "--option inputs=fp8: there are bf16."),
         (["--token-window", "0"], "--token-window 0: a row needs at least 2 tokens"),
         (["--tokens", "300"], "--tokens 300: rows have --token-window 256 tokens."),
     ):
@@ -412,7 +449,11 @@ def test_learned_weights_are_of_what_their_formats_were_told():
     point = {"family": tuple(FAMILY), "limit": 5.0, "tokens": 64, "units": "fused", "seed": 0}
     learned = peers.Cell(peer="ours_weights", method="kl_per_bit_learned", **point)
     assert grid._requested(learned)["option"] == {"rule": "even", "learn_steps": "5"}
-    assert grid._options(learned) == {"learn_steps": "5"}  # what the stage itself is asked
+    # Of AutoScheme's formats, which no rule was told, weights alone are.
+    of_others = peers.Cell(peer="ours_weights", method="learned", **point)
+    assert (
+        grid._requested(of_others)["option"] == grid._options(of_others) == grid._options(learned)
+    )
 
 
 def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
@@ -551,6 +592,10 @@ def installed(peer, *methods):
     return [pytest.param(f"{peer}:{m}", marks=marks, id=f"{peer}:{m}") for m in methods]
 
 
+TOLD = pytest.mark.parametrize("told", [[], ["--option", "inputs=bf16"]], ids=["W+A", "W"])
+
+
+@TOLD
 @pytest.mark.parametrize(
     "name",
     [
@@ -558,9 +603,10 @@ def installed(peer, *methods):
         *installed("modelopt", "gradient", "kl_div"),
     ],
 )
-def test_a_peers_choice_is_read_rightly(name, tmp_path):
-    """Its own model, weights and inputs quantized, has the losses of ours with the formats that were read."""
-    assert peers.main(["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]) == 0
+def test_a_peers_choice_is_read_rightly(name, told, tmp_path):
+    """Its own model, quantized as it was told, has the losses of ours with the formats that were read."""
+    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *told, *COMMON]
+    assert peers.main(command) == 0
     (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
     own = record.actual["own"]
     assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
@@ -585,6 +631,7 @@ def test_the_published_dmx_runs_and_is_read_rightly(name, tmp_path):
     assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
 
 
+@TOLD
 @pytest.mark.parametrize(
     "name",
     [
@@ -593,7 +640,7 @@ def test_the_published_dmx_runs_and_is_read_rightly(name, tmp_path):
         *installed("quark", "gptq", "qronos"),
     ],
 )
-def test_finished_weights_are_read(name, tmp_path, monkeypatch):
+def test_finished_weights_are_read(name, told, tmp_path, monkeypatch):
     """Of formats that are given here: the search before is not what is tested."""
     run_worker = peers.run_worker
 
@@ -610,8 +657,9 @@ def test_finished_weights_are_read(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(peers, "run_worker", search_apart)
     command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]
-    fast = ["--option", "iters=2"] if "sign_round" in name else []
-    assert peers.main([*command, *fast]) == 0
+    if "sign_round" in name:
+        told = ["--option", *told[1:], "iters=2"]
+    assert peers.main([*command, *told]) == 0
     scheme, finished = (Record.load(p) for p in sorted(tmp_path.glob("cells/*/record.json")))
     assert finished.actual["gives"] == "weights"
     own = finished.actual["own"]

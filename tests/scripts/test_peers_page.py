@@ -125,6 +125,22 @@ def test_under_each_rule_stands_the_search_that_was_told_it():
     )
 
 
+def test_under_weights_alone_stands_what_was_told_to_leave_inputs_alone():
+    both = {"kinds": ("W+A", "W")}
+    alone = {"label": "dmx adaptive, polished, told W", "option": {"inputs": "bf16"}}
+    of = [
+        ours(2.9, **both),
+        made(2.6, **POLISHED | alone, **both),
+        made(2.8, **OTHER | {"label": "ModelOpt, told W"}, option={"inputs": "bf16"}, **both),
+    ]
+    page, _ = peers_page(of)
+    change = [f"{100 * math.expm1(d):+.1f}" for d in (0.1, -0.2)]
+    row = "| dmx adaptive, polished | 10; 10 | ModelOpt, told W | 10 | 1 |"
+    assert f"{row} {change[0]} | {change[0]} (told floor) | {change[1]} | {change[1]} (told floor) |" in page  # fmt: skip
+    page, _ = peers_page([of[0], of[2]])
+    assert f"| {change[0]} (told W+A) | {change[0]} (told W+A, floor) |\n" in page
+
+
 def test_finished_weights_count_the_search_before_and_must_be_faster():
     chose = [
         made(3.0, peer="ours", name="adaptive", label="dmx adaptive", seconds=7.0, formats="x"),
@@ -140,11 +156,11 @@ def test_finished_weights_count_the_search_before_and_must_be_faster():
     theirs = made(3.0, **sign, seconds=20.0, formats="y")
     page, _ = peers_page([*chose, theirs, made(2.9, **own, seconds=40.0, formats="x")])
     change = f"{100 * math.expm1(-0.1):+.1f}"
-    assert f"| then learned | 47 | SignRound | 50 | 1 | {change} | {change} |" in page
+    assert f"| then learned | 47 | SignRound | 50 | 1 | {change} | {change} (told floor) |" in page
     assert "at least 5 % lower and in less time at 2 of 2 places" in page
     page, _ = peers_page([*chose, theirs, made(2.9, **own, seconds=50.0, formats="x")])
     assert "and in less time at 0 of 2 places" in page
-    assert f"even: {change} % with 4,096 tokens, but not known to be faster\n" in page
+    assert f"even: {change} % with 4,096 tokens, but not known to be faster (told floor)\n" in page
     page, _ = peers_page([theirs, made(2.9, **own, seconds=1.0, formats="x")])
     assert "| then learned | – | SignRound | – |" in page  # nobody knows how long the choice took
     assert "in less time at 0 of 2 places" in page

@@ -20,6 +20,7 @@ from .peers_results import (
     standard_error,
     told,
     typical,
+    untold,
 )
 
 CLAIMS = {"formats": 1.0, "weights": 5.0}
@@ -64,20 +65,17 @@ class Comparison:
         return self.is_below and (self.is_faster or self.ours.gives == "formats")
 
     @property
-    def is_told(self) -> bool:
-        """Whether our search knew the rule; finished weights have one of their own."""
-        return self.ours.gives == "weights" or self.ours.told == self.kind[1]
-
-    @property
     def text(self) -> str:
-        """For a cell: the change, its error, and, where it was another, the rule that our search was told."""
+        """For a cell: the change, its error, and, where it was another, the kind that ours was told."""
         error = "" if self.error is None else f" ± {self.error:.1f}"
         return f"{self.change:+.1f}{error}{self.note}"
 
     @property
     def note(self) -> str:
-        """Which rule our search was told, where it was another."""
-        return "" if self.is_told else f" (told {self.ours.told})"
+        """In what the kind that ours was told is another."""
+        others = zip(self.ours.told, untold(self.ours, self.kind), strict=True)
+        names = [name for name, is_other in others if is_other]
+        return f" (told {', '.join(names)})" if names else ""
 
 
 def compared(ours: Result, kind: Kind, results: Sequence[Result]) -> Comparison | None:
@@ -124,7 +122,7 @@ def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
     for of in by_place(results):
         for asked in requests(of):
             for kind in dict.fromkeys(k for r in asked for k in r.kinds):
-                ours = default(asked, asked[0].gives, kind[1])
+                ours = default(asked, asked[0].gives, kind)
                 comparison = None if ours is None else compared(ours, kind, of)
                 if comparison is not None:
                     found.append(comparison)
@@ -186,7 +184,8 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "",
         "Perplexity of ours minus that of the other tool that is best under the rule, % of the latter's: means over the "
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
-        "stands the search that was told that rule; `told` names the rule where none was told this one. Seconds are medians over "
+        "stands what was told that rule, and under weights alone (W) what was told to leave inputs alone; `told` says what it was told "
+        "where nothing was told this. Seconds are medians over "
         "seeds, those of finished weights with the fastest search that chose their formats; beside how many other cells they were "
         "taken is said where the record says it, and ours are faster only where beside as many at least. `amp off`: auto-round "
         "computed in float32.",
@@ -239,7 +238,7 @@ def _rows(
     for method in SHOWN:
         row = {}
         for kind in kinds:
-            ours = told(asked, method, kind[1])
+            ours = told(asked, method, kind)
             if ours is not None and (comparison := compared(ours, kind, results)) is not None:
                 row[kind] = comparison
         if row:

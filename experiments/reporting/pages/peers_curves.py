@@ -13,7 +13,6 @@ from ..markdown import markdown
 from ..plots.tokens import Point, tokens_rows
 from ..texts import nats_text
 from .peers_results import (
-    UNTOLD,
     Kind,
     Result,
     by_place,
@@ -22,6 +21,7 @@ from .peers_results import (
     mean_text,
     place_text,
     standard_error,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -58,26 +58,21 @@ class Curve:
         return f"{candidates(first.family)} at {first.limit:g} bits"
 
     def lines(self) -> dict[str, list[Point]]:
-        """Label -> points, of methods with numbers of tokens enough. Of a search of ours those that were told the rule
-        stand, where they are enough, else those that were told the usual one."""
+        """Label -> points, of methods with numbers of tokens enough. Of a search of ours those stand that were told this
+        kind, where they are enough, else those that were told the nearest to it."""
         labels: dict[str, list[Result]] = {}
         for result in self.results:
             if result.perplexities(self.kind):
                 labels.setdefault(result.label, []).append(result)
         enough = {k: of for k, of in labels.items() if len({r.tokens[0] for r in of}) >= FEWEST}
-        right = {of[0].method for of in enough.values() if of[0].is_ours and self._is_told(of[0])}
+        firsts = [of[0] for of in enough.values()]
         return {
             label: [self._point(r) for r in _by_number_of_tokens(of)]
             for label, of in sorted(
                 enough.items(), key=lambda pair: (not pair[1][0].is_ours, pair[0])
             )
-            if not of[0].is_ours
-            or self._is_told(of[0])
-            or (of[0].told == UNTOLD and of[0].method not in right)
+            if not of[0].is_ours or of[0] is told(firsts, of[0].method, self.kind)
         }
-
-    def _is_told(self, result: Result) -> bool:
-        return result.told == self.kind[1]
 
     def _point(self, result: Result) -> Point:
         values = list(result.perplexities(self.kind).values())
@@ -88,7 +83,7 @@ class Curve:
         found = []
         for tokens in sorted({r.tokens for r in self.results}):
             of = [r for r in self.results if r.tokens == tokens]
-            ours = default(of, "formats", self.kind[1])
+            ours = default(of, "formats", self.kind)
             if ours is not None and ours.perplexities(self.kind):
                 against = {
                     r.method: _difference(ours, r, self.kind)

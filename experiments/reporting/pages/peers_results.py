@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,10 +29,10 @@ DEFAULTS = {
 card where weights stay nearest); the first that was run stands for us."""
 SHOWN = tuple(dict.fromkeys(m for of in DEFAULTS.values() for names in of.values() for m in names))
 """Our methods that are held against other tools."""
-TOLD = "rule"
-"""Option of our searches: the scale rule that they searched under."""
+RULE, INPUTS = "rule", "inputs"
+"""Options of what a method was told: the scale rule, of ours alone, and that inputs are left alone."""
 UNTOLD = "floor"
-"""Theirs where it is not given."""
+"""The rule of ours where it is not given."""
 MAY_DIFFER = ("peer torch", "peer transformers")
 """Versions that may differ between seeds; the tool's own may not."""
 
@@ -126,8 +127,8 @@ class Result:
 
     @property
     def title(self) -> str:
-        """The label without the rule that a search of ours was told."""
-        return self.label.replace(f", told {self.told}", "")
+        """The label without what it was told."""
+        return re.sub(r", told \w+", "", self.label)
 
     @property
     def method(self) -> str:
@@ -145,9 +146,10 @@ class Result:
         return str(self.first.actual["gives"])
 
     @property
-    def told(self) -> str:
-        """The scale rule that a search of ours was told."""
-        return str(_options(self.first).get(TOLD, UNTOLD))
+    def told(self) -> Kind:
+        """For what a method of ours chose: what is quantized, and the scale rule."""
+        options = _options(self.first)
+        return "W" if INPUTS in options else "W+A", str(options.get(RULE, UNTOLD))
 
     @property
     def family(self) -> tuple[str, ...]:
@@ -311,19 +313,24 @@ def by_place(results: Sequence[Result]) -> list[list[Result]]:
     return [found[place] for place in sorted(found, key=str)]
 
 
-def told(results: Iterable[Result], method: str, rule: str) -> Result | None:
-    """The result of a method of ours whose search was told the rule; else that of one which was told another."""
+def told(results: Iterable[Result], method: str, kind: Kind) -> Result | None:
+    """The result of a method of ours that was told this kind; else the nearest to it."""
     of = [r for r in results if r.is_ours and r.method == method]
-    return next((r for r in of if r.told == rule), of[0] if of else None)
+    return min(of, key=lambda r: untold(r, kind), default=None)
 
 
-def default(results: Sequence[Result], gives: str, rule: str) -> Result | None:
-    """What stands for us among results for one request: of DEFAULTS the first that was told the rule, else the first."""
+def untold(result: Result, kind: Kind) -> tuple[bool, bool]:
+    """Whether a method of ours was told another kind: of what is quantized, and of the rule."""
+    return result.told[0] != kind[0], result.told[1] != kind[1]
+
+
+def default(results: Sequence[Result], gives: str, kind: Kind) -> Result | None:
+    """What stands for us among results for one request: of DEFAULTS the first that was told the kind, else the nearest."""
     if not results:
         return None
     methods = DEFAULTS[results[0].first.device.type][gives]
-    found = [r for m in methods if (r := told(results, m, rule)) is not None and r.gives == gives]
-    return min(found, key=lambda r: r.told != rule, default=None)  # the first of them
+    found = [r for m in methods if (r := told(results, m, kind)) is not None and r.gives == gives]
+    return min(found, key=lambda r: untold(r, kind), default=None)  # the first of them
 
 
 # --- cells ----------------------------------------------------------------------------------------

@@ -17,18 +17,30 @@ SCHEMES = {"mxfp4": "MXFP4", "mxfp6_e2m3": "MXFP6", "mxfp8_e4m3": "MXFP8"}
 _BITS = {4: "mxfp4", 6: "mxfp6_e2m3", 8: "mxfp8_e4m3"}
 
 
-def formats_of(layer_config: Mapping[str, Mapping[str, Any]], layers: list[str]) -> dict[str, str]:
+def scheme_of(block_format: str, has_inputs: bool) -> dict[str, Any]:
+    """auto-round's scheme of weights, and with `has_inputs` inputs, in one MX format."""
+    from auto_round.schemes import preset_name_to_scheme
+
+    scheme = dataclasses.asdict(preset_name_to_scheme(SCHEMES[block_format]))
+    scheme = {k: v for k, v in scheme.items() if v is not None}
+    return scheme if has_inputs else scheme | {"act_bits": 16}
+
+
+def formats_of(
+    layer_config: Mapping[str, Mapping[str, Any]], layers: list[str], has_inputs: bool
+) -> dict[str, str]:
     """What auto-round's layer_config gives each layer, by our names.
 
     Raises:
-        ValueError: a layer has no MX format, or weight and input have two.
+        ValueError: a layer has no MX format, or another for its input, or one where inputs are left alone.
     """
     found = {}
     for name in layers:
         config = layer_config[name]
         weight = (config["data_type"], config["bits"], config["group_size"])
         inputs = (config["act_data_type"], config["act_bits"], config["act_group_size"])
-        if weight != inputs or weight[0] != "mx_fp" or weight[2] != 32 or weight[1] not in _BITS:
+        is_asked = weight == inputs if has_inputs else inputs[1] == 16
+        if not is_asked or weight[0] != "mx_fp" or weight[2] != 32 or weight[1] not in _BITS:
             raise ValueError(f"{name}: weight {weight}, input {inputs}")
         found[name] = _BITS[weight[1]]
     return found
@@ -88,7 +100,7 @@ def auto_scheme(cell: Cell) -> None:
     model = cell.model()
     scheme = AutoScheme(
         avg_bits=asked.limit,
-        options=[SCHEMES[f] for f in asked.formats],
+        options=[scheme_of(f, asked.has_inputs) for f in asked.formats],
         shared_layers=shared_layers(asked.units),
         ignore_scale_zp_bits=True,
         batch_size=1,
@@ -107,7 +119,7 @@ def auto_scheme(cell: Cell) -> None:
     own = cell.own_nll(lambda: tool.quantize()[0])
     cell.notes.append(f"{_said(cell)}; no torch.compile")
     cell.answer(
-        formats_of(config, cell.layers),
+        formats_of(config, cell.layers, asked.has_inputs),
         ("auto-round",),
         peak=peak,
         said_bits=_average(elements, config),
@@ -116,21 +128,13 @@ def auto_scheme(cell: Cell) -> None:
 
 
 def sign_round(cell: Cell) -> None:
-    """Answers with weights that SignRound rounded, inputs quantized meanwhile."""
+    """Answers with weights that SignRound rounded, inputs quantized meanwhile unless they are left alone."""
     from auto_round import AutoRound
-    from auto_round.schemes import preset_name_to_scheme
 
     asked = cell.request
     assert asked.given is not None
     model = cell.model()
-    layers: dict[str, Any] = {
-        name: {
-            k: v
-            for k, v in dataclasses.asdict(preset_name_to_scheme(SCHEMES[f])).items()
-            if v is not None
-        }
-        for name, f in asked.given.items()
-    }
+    layers: dict[str, Any] = {n: scheme_of(f, asked.has_inputs) for n, f in asked.given.items()}
     tool = AutoRound(
         model,
         cell.tokenizer(),

@@ -7,11 +7,11 @@ from .common import Cell, main
 PRESETS = {"mxfp4": "MXFP4", "mxfp8_e4m3": "MXFP8"}
 
 
-def groups_of(given: dict[str, str]) -> dict[str, list[str]]:
-    """llm-compressor's preset of a format -> layers, each named in full."""
+def groups_of(given: dict[str, str], has_inputs: bool) -> dict[str, list[str]]:
+    """llm-compressor's preset of a format, with inputs or without -> layers, each named in full."""
     groups: dict[str, list[str]] = {}
     for layer, block_format in given.items():
-        groups.setdefault(PRESETS[block_format], []).append(layer)
+        groups.setdefault(PRESETS[block_format] + ("" if has_inputs else "A16"), []).append(layer)
     return groups
 
 
@@ -27,7 +27,7 @@ def gptq(cell: Cell) -> None:
     model: Any = cell.model()
     groups = {
         f"group_{i}": preset_name_to_scheme(preset, layers)
-        for i, (preset, layers) in enumerate(groups_of(asked.given).items())
+        for i, (preset, layers) in enumerate(groups_of(asked.given, asked.has_inputs).items())
     }
     loader = DataLoader(cell.batches(), batch_size=None)
     recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])

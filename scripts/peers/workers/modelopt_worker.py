@@ -17,17 +17,17 @@ ELEMENTS = {"mxfp4": (2, 1), "mxfp6_e2m3": (2, 3), "mxfp8_e4m3": (4, 3)}
 """Format -> exponent and mantissa bits, as ModelOpt names elements. Its own MXFP6 preset is E3M2."""
 
 
-def config_of(block_format: str) -> dict[str, Any]:
-    """Weights and inputs in one MX format, as ModelOpt's own presets say it."""
+def config_of(block_format: str, has_inputs: bool) -> dict[str, Any]:
+    """Weights, and with `has_inputs` inputs, in one MX format, as ModelOpt's own presets say it."""
     quantizer = {
         "num_bits": ELEMENTS[block_format],
         "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)},
     }
+    names = ["*weight_quantizer", "*input_quantizer"] if has_inputs else ["*weight_quantizer"]
     return {
         "quant_cfg": [
             {"quantizer_name": "*", "enable": False},
-            {"quantizer_name": "*weight_quantizer", "cfg": quantizer},
-            {"quantizer_name": "*input_quantizer", "cfg": quantizer},
+            *({"quantizer_name": name, "cfg": quantizer} for name in names),
         ],
         "algorithm": None,
     }
@@ -107,10 +107,11 @@ def search(cell: Cell) -> None:
         searcher.quant_grouping_rules = [lambda _, name: unit_of.get(name)]
     model = cell.model()
     batches = [{**batch, "labels": batch["input_ids"]} for batch in cell.batches()]
+    candidates = [config_of(f, asked.has_inputs) for f in asked.formats]
     spaces = [
         {
             "module_name_patterns": cell.layers,
-            "quantization_formats": [config_of(f) for f in asked.formats],
+            "quantization_formats": candidates,
             "allow_no_quant": False,
         }
     ]
@@ -125,7 +126,7 @@ def search(cell: Cell) -> None:
                 "effective_bits": asked.limit,
                 "cost": {"excluded_module_name_patterns": kept},
             },
-            quantization_formats=[config_of(f) for f in asked.formats],
+            quantization_formats=candidates,
             module_search_spaces=spaces,
             data_loader=batches,
             forward_step=lambda m, b: m(**b).logits if by_divergence else m(**b),

@@ -10,6 +10,7 @@ from dmx.applying.stored import stored_weights
 from dmx.assignment.assignment import make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.rules import ScaleRulesConfig
+from dmx.formats import BF16
 from dmx.searching import SearchConfig, search, search_space
 from dmx.searching.config import DescentConfig, PolishConfig
 from dmx.weights.gptq import gptq
@@ -44,6 +45,8 @@ def config_of(cell: Cell) -> SearchConfig:
     shared: dict[str, Any] = {"family": list(asked.formats), "units": units, "seed": asked.seed}
     if (rule := asked.options.get(RULE)) is not None:
         shared["scale_rules"] = ScaleRulesConfig(weight=rule, input=rule)
+    if not asked.has_inputs:
+        shared["input_format"] = BF16.name
     exact: dict[str, Any] = {"objective": "kl", "descent": DescentConfig(**EXACT)}
     method = "kl_per_bit" if asked.given else asked.method
     if method.endswith(POLISHED):
@@ -84,11 +87,14 @@ def run(cell: Cell) -> None:
 
 
 def weights(cell: Cell, model: Any) -> None:
-    """Answers with weights that learned, or that GPTQ rounded, on the same tokens, inputs quantized meanwhile."""
+    """Answers with weights that learned, or that GPTQ rounded, on the same tokens, inputs quantized meanwhile unless they are left alone."""
     asked = cell.request
     assert asked.given is not None
-    space = search_space(model, config_of(cell))
-    formats = make_assignment(space, space.choice_of(asked.given), model)
+    told = config_of(cell)
+    space = search_space(model, told)
+    inputs = None if asked.has_inputs else dict.fromkeys(asked.given, BF16.name)
+    choice = space.choice_of(asked.given, inputs)
+    formats = make_assignment(space, choice, model, scale_rules=told.scale_rules.by_format())
     if asked.method == "gptq":
         batches = batches_of(cell.tokens)
         done = cell.timed(lambda: gptq(model, formats, batches))

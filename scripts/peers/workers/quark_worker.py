@@ -35,25 +35,27 @@ def places_of(layers: Sequence[str]) -> tuple[str, list[str]]:
     return paths.pop(), list(inner)
 
 
-def layer_config(block_format: str) -> Any:
-    """Weights once, inputs as they come, as its own MX schemes set them."""
+def layer_config(block_format: str, has_inputs: bool) -> Any:
+    """Weights once, with `has_inputs` inputs as they come, as its own MX schemes set them."""
     from quark.torch.quantization.config import config
 
     spec = getattr(config, SPECS[block_format])
     weight, inputs = (
         spec(ch_axis=-1, is_dynamic=dynamic).to_quantization_spec() for dynamic in (False, True)
     )
-    return config.QLayerConfig(weight=weight, input_tensors=inputs)
+    return config.QLayerConfig(weight=weight, input_tensors=inputs if has_inputs else None)
 
 
-def quantized(model: Any, given: dict[str, str], algorithm: Any = None, loader: Any = None) -> Any:
+def quantized(
+    model: Any, given: dict[str, str], has_inputs: bool, algorithm: Any = None, loader: Any = None
+) -> Any:
     """The model with these layers quantized, the others as they are."""
     from quark.torch import ModelQuantizer
     from quark.torch.quantization.config.config import QConfig, QLayerConfig
 
     config = QConfig(
         global_quant_config=QLayerConfig(),
-        layer_quant_config={layer: layer_config(f) for layer, f in given.items()},
+        layer_quant_config={layer: layer_config(f, has_inputs) for layer, f in given.items()},
         exclude=["lm_head"],
         algo_config=[] if algorithm is None else [algorithm],
     )
@@ -78,14 +80,14 @@ def weights(cell: Cell) -> None:
             inside_layer_modules=inner, model_decoder_layers=path
         )
         loader = DataLoader(cell.batches(), batch_size=None)
-        made = cell.timed(lambda: quantized(model, layers, algorithm, loader))
+        made = cell.timed(lambda: quantized(model, layers, asked.has_inputs, algorithm, loader))
         peaks.append(cell.peak())
         found = {name: made.get_submodule(name).weight.data for name in layers}
         del made
         model = cell.model()
         for name, weight in found.items():
             model.get_submodule(name).weight.data = weight
-    made = cell.timed(lambda: quantized(model, given))
+    made = cell.timed(lambda: quantized(model, given, asked.has_inputs))
     peaks.append(cell.peak())
     modules = {name: made.get_submodule(name) for name in cell.layers}
     cell.save_weights({name: m._weight_quantizer(m.weight) for name, m in modules.items()})
