@@ -532,7 +532,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = model_of(given)
         check_writable(given.out, "--out")
         texts = read_texts(model, given.calibration, given.evaluation, given.token_window)
-        texts.check_enough(given.tokens, given.calibration)
+        texts.check_enough(given.tokens, given.calibration, given.window, given.evaluation)
         if given.at_once > 1:
             return run_together(arguments, given.at_once, given.device)
         tasks = list(TASKS) if "all" in given.tasks else given.tasks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dmx.assignment.assignment import Assignment
 from dmx.assignment.space import SearchSpace
-from dmx.data import encode, text_tokens, token_batches, windows_of
+from dmx.data import text_tokens, token_batches, windows_of
 from dmx.errors import RunError
 from dmx.files import write_json
 from dmx.models import ModelConfig, load_model
@@ -45,7 +45,7 @@ class Bench:
         loaded = load_model(config, device)
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.facts = ModelFacts.from_dict(loaded.provenance, "model")
-        tokens = encode(self.tokenizer, texts.evaluation, texts.bos)
+        tokens = texts.measured
         if evaluation.max_windows is not None:
             tokens = tokens[: evaluation.max_windows * text_tokens(tokens, evaluation.window)]
         self.tokens = tokens

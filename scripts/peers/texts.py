@@ -22,29 +22,37 @@ _SETTING = re.compile(r"data\.name=([\w+]+)(?: data\.split=(\w+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Both texts, and the tokens of that for calibration."""
+    """Both texts and their tokens."""
 
     calibration: Text
     evaluation: Text
     tokens: Tokens
     """Of the calibration text."""
+    measured: Tokens
+    """Of the evaluation text."""
     token_window: int
-    """Tokens of a row of them."""
-    bos: str = "auto"
+    """Tokens of a row of the calibration text."""
 
-    def check_enough(self, asked: Sequence[int], name: str) -> None:
-        """Raise RunError for more calibration tokens than the text fills rows with.
+    def check_enough(
+        self, asked: Sequence[int], calibration: str, window: int, evaluation: str
+    ) -> None:
+        """Raise RunError for more calibration tokens than the text fills rows with, and for an evaluation text that
+        fills no window.
 
         Args:
-            asked: --tokens.
-            name: --calibration.
+            asked, calibration, window, evaluation: as --tokens and the other options have them.
         """
         own = text_tokens(self.tokens, self.token_window)
         rows = len(self.tokens) // own if own > 0 else 0
         if max(asked) > rows * self.token_window:
             raise RunError(
-                f"--tokens {max(asked)}: --calibration {name} fills {rows} rows of --token-window {self.token_window}, "
+                f"--tokens {max(asked)}: --calibration {calibration} fills {rows} rows of --token-window {self.token_window}, "
                 f"{rows * self.token_window} tokens. Give no more, other rows, or another text."
+            )
+        if len(self.measured) < max(1, text_tokens(self.measured, window)):
+            raise RunError(
+                f"--window {window}: --evaluation {evaluation} has {len(self.measured)} tokens, which fill none. Give a "
+                "smaller window, or another text."
             )
 
 
@@ -56,10 +64,12 @@ def read_texts(model: ModelConfig, calibration: str, evaluation: str, token_wind
     """
     text = _text("--calibration", calibration)
     measured = _text("--evaluation", evaluation)
+    tokenizer = load_tokenizer(model)
     return Texts(
         calibration=text,
         evaluation=measured,
-        tokens=encode(load_tokenizer(model), text, Texts.bos),
+        tokens=encode(tokenizer, text),
+        measured=encode(tokenizer, measured),
         token_window=token_window,
     )
 

@@ -382,7 +382,7 @@ def test_a_text_that_is_not_there_is_said_under_its_option(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("more", [[], ["--at-once", "2"]])
-def test_more_tokens_than_the_text_has_are_refused_before_a_model_is_loaded(
+def test_more_tokens_than_a_text_has_are_refused_before_a_model_is_loaded(
     tmp_path, monkeypatch, capsys, more
 ):
     monkeypatch.setattr(peers, "Bench", None)
@@ -396,18 +396,25 @@ def test_more_tokens_than_the_text_has_are_refused_before_a_model_is_loaded(
         f"--tokens {96 * (rows + 1)}: --calibration synthetic:calibration fills {rows} rows of --token-window 96, "
         f"{96 * rows} tokens. Give no more, other rows, or another text." in capsys.readouterr().err
     )
+    given = ["--window", "10000000"]
+    assert peers.main([*command, *given]) == 2
+    said = "--window 10000000: --evaluation synthetic:evaluation has "
+    assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_tokens_that_rows_start_with_count():
+    tokens = starting_with(torch.zeros(30), (1,))
     text = texts.Texts(
-        calibration=None, evaluation=None, tokens=starting_with(torch.zeros(30), (1,)), token_window=16
+        calibration=None, evaluation=None, tokens=tokens, measured=tokens, token_window=16
     )  # fmt: skip
-    text.check_enough([32], "c4")  # two rows of 15 and their start
+    text.check_enough([32], "c4", 31, "c4")  # two rows of 15 and their start
     with pytest.raises(RunError, match="--tokens 48: --calibration c4 fills 2 rows"):
-        text.check_enough([16, 48], "c4")
+        text.check_enough([16, 48], "c4", 31, "c4")
     with pytest.raises(RunError, match="fills 0 rows of --token-window 1, 0 tokens"):
-        dataclasses.replace(text, token_window=1).check_enough([1], "c4")
+        dataclasses.replace(text, token_window=1).check_enough([1], "c4", 31, "c4")
+    with pytest.raises(RunError, match="--window 32: --evaluation c4 has 30 tokens, which fill"):
+        text.check_enough([32], "c4", 32, "c4")
 
 
 def test_a_given_interpreter_has_the_tool_in_its_version(monkeypatch):
