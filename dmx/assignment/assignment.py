@@ -154,7 +154,8 @@ class Assignment:
         except OSError as error:
             raise AssignmentError(
                 f"{path}: cannot be read ({error.strerror}). The assignment needs it for its {kind}: "
-                "copy it beside the assignment, or search again."
+                "copy it beside the assignment, or search again. An exported folder has no such file: give the "
+                "assignment that was exported (dmx export leaves a copy in its run's folder), or, to evaluate, the folder."
             ) from error
         if digest != named["sha256"]:
             raise AssignmentError(
@@ -168,11 +169,15 @@ class Assignment:
         """Content of an artifact, also of one that is not saved yet; raises as `artifact`."""
         return self.unsaved[kind] if kind in self.unsaved else self.artifact(kind).read_bytes()
 
+    @property
+    def artifacts(self) -> list[ArtifactKind]:
+        """What is in files of their own."""
+        return [kind for kind in ARTIFACTS if "file" in (getattr(self, kind) or {})]
+
     def with_contents(self) -> "Assignment":
         """With the contents of all its artifacts in memory, read and checked once; raises as
         `artifact`."""
-        named = [kind for kind in ARTIFACTS if "file" in (getattr(self, kind) or {})]
-        return replace(self, unsaved={kind: self.content(kind) for kind in named})
+        return replace(self, unsaved={kind: self.content(kind) for kind in self.artifacts})
 
     def with_artifact(
         self, kind: ArtifactKind, content: bytes, facts: Mapping[str, Any]
@@ -222,11 +227,14 @@ class Assignment:
         assert self.input_amax is not None
         return self.input_amax[layer]
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, artifacts: bool = True) -> Path:
         """Write the JSON file and the artifacts beside it, each whole or not at all.
 
         Artifacts are named `transform.safetensors` beside `assignment.json`, and
         `x.transform.safetensors` beside any other `x.json`.
+
+        Args:
+            artifacts: False leaves them out; what is read back cannot be applied without them.
         """
         path = Path(path)
         body = {k: v for k, v in self.__dict__.items()}
@@ -234,7 +242,8 @@ class Assignment:
             if "file" in (body[kind] or {}):
                 prefix = "" if path.stem == "assignment" else f"{path.stem}."
                 name = f"{prefix}{kind}{Path(body[kind]['file']).suffix}"
-                self._write_artifact(kind, path.parent / name)
+                if artifacts:
+                    self._write_artifact(kind, path.parent / name)
                 body[kind] = {**body[kind], "file": name}
         body["shapes"] = {k: list(v) for k, v in self.shapes.items()}
         body["unquantized"] = list(self.unquantized)

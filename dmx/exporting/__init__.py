@@ -6,8 +6,8 @@ process, `loading` reads back, `reading` reads other tools' configs.
 """
 
 from dmx.exporting.exporter import Exported, check_model, check_new, export, write_plan
-from dmx.exporting.loading import LoadedExport, is_exported, load_exported
-from dmx.exporting.plan import EXPORT_TARGETS, PROFILES, Plan, check_beside_files, make_plan
+from dmx.exporting.loading import LoadedExport, assignment_of_files, is_exported, load_exported
+from dmx.exporting.plan import EXPORT_TARGETS, PROFILES, Plan, make_plan
 from dmx.exporting.reading import read_assignment
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "Exported",
     "LoadedExport",
     "Plan",
-    "check_beside_files",
+    "assignment_of_files",
     "check_model",
     "check_new",
     "export",

@@ -20,14 +20,7 @@ from dmx.errors import ModelError, RunError
 from dmx.exporting.card import model_card, recipe_card
 from dmx.exporting.layouts import Layout
 from dmx.exporting.names import file_names, has_own_names
-from dmx.exporting.plan import (
-    FACTS_FILE,
-    Plan,
-    check_biases,
-    check_names,
-    check_verifiable,
-    make_plan,
-)
+from dmx.exporting.plan import Plan, check_biases, check_names, check_verifiable, make_plan
 from dmx.exporting.recipes import RECIPES, write_recipe
 from dmx.exporting.rotating import KEY, transform_config
 from dmx.exporting.tensors import is_head_apart, other_modules, plan_tensors
@@ -42,6 +35,7 @@ from dmx.models.searchable import check_whole
 from dmx.models.streaming import stream_of
 from dmx.transforms.stage import Transform, transformed
 
+FACTS_FILE = "dmx_export.json"
 FACTS_SCHEMA = "dmx.export/2"
 MAX_SHARD_BYTES = 5 * 10**9
 FURTHER_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -187,9 +181,8 @@ def write_plan(
         if plan.layout is None:
             _write_names(plan, scratch)
             return result
-        # Files with weights hold the rotated and rounded ones, which need no transform, and which
-        # nearest rounding leaves as they are.
-        replace(plan.assignment, transform=None, weights=None).save(scratch / "assignment.json")
+        # Its artifacts stay out: the files hold the rotated and rounded weights.
+        plan.assignment.save(scratch / "assignment.json", artifacts=False)
         sizes = _write_weights(plan, plan.layout, model, scratch, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)

@@ -17,9 +17,10 @@ from dmx.applying.apply import apply
 from dmx.applying.stored import StoredWeight, sample_of, to_bytes
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError, ModelError
+from dmx.exporting.exporter import FACTS_FILE
 from dmx.exporting.layouts import Layout
 from dmx.exporting.names import model_names
-from dmx.exporting.plan import FACTS_FILE, LAYOUTS
+from dmx.exporting.plan import LAYOUTS
 from dmx.exporting.reading import read_assignment
 from dmx.exporting.rotating import read_transform, rotation_names
 from dmx.files import read_json
@@ -56,6 +57,13 @@ class LoadedExport:
 def is_exported(folder: Path) -> bool:
     """Whether `load_exported` reads this folder: weights, and a config of a layout known here."""
     return any(folder.glob("*.safetensors")) and _method(_config(folder)) in METHODS
+
+
+def assignment_of_files(folder: Path) -> Assignment:
+    """That of an exported folder, for the weights in its files: transformed and rounded as it says, they are rounded to
+    nearest as they are."""
+    exported = Assignment.load(folder / "assignment.json")
+    return replace(exported, transform=None, weights=None)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -108,7 +116,7 @@ def load_exported(
     made: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
     model = made.eval()
     if (folder / "assignment.json").is_file():
-        assignment = Assignment.load(folder / "assignment.json")
+        assignment = assignment_of_files(folder)
         assignment.check(model)
     else:
         assignment = read_assignment(body, model)

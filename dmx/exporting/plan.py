@@ -23,14 +23,13 @@ from dmx.assignment.runtimes import (
     inputs_otherwise,
 )
 from dmx.assignment.targets import TARGETS, Loader, Target, obstacles, split_groups
-from dmx.errors import AssignmentError, FormatError
+from dmx.errors import FormatError
 from dmx.exporting import compressed_tensors, humming, modelopt, quark, torchao
 from dmx.exporting._fresh_load import EXPERTS
 from dmx.exporting.layouts import Layers, Layout, check_packages, layers_of, left_in_bf16
 from dmx.exporting.names import has_own_names
 from dmx.exporting.packing import check_in_features
 from dmx.exporting.recipes import RECIPES, recipe_text
-from dmx.files import read_json
 from dmx.formats import BF16, FP8, check_choice
 from dmx.models.backbone import text_config
 from dmx.models.experts import experts_modules, experts_path
@@ -50,8 +49,6 @@ LAYOUTS: dict[str, Layout] = {
 EXPORT_TARGETS = ("assignment", *LAYOUTS, *RECIPES)
 PROFILES = ("vllm", "transformers")
 """Of compressed_tensors, the strictest first."""
-FACTS_FILE = "dmx_export.json"
-"""Of an exported folder: what was written, and how it was checked."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +148,6 @@ def make_plan(
             package that is not installed, or in a version too old for a format.
     """
     check_choice(target, EXPORT_TARGETS, "target")
-    check_beside_files(assignment)
     given, stacked = assignment, {}
     if target != "assignment":
         check_experts(assignment, target)
@@ -194,29 +190,6 @@ def make_plan(
         stored={} if layout is None else stored_weights(assignment),
         stacked=stacked,
     )
-
-
-def check_beside_files(assignment: Assignment) -> None:
-    """Raise AssignmentError for the assignment of an exported folder where it is not all that the folder's files were made
-    of: they hold the weights of a stage, or transformed ones, which a model does not have."""
-    if assignment.folder is None or not (path := assignment.folder / FACTS_FILE).is_file():
-        return
-    try:
-        facts = read_json(path)
-        if not isinstance(facts, dict):
-            raise ValueError("it holds no facts by name")
-    except (ValueError, OSError) as error:
-        raise AssignmentError(f"{path} is damaged ({error}). Export again.") from error
-    held = {
-        "weights": _stage_of(facts.get("weights")) if assignment.weights is None else None,
-        "transform": None if assignment.transform else facts.get("transform"),
-    }
-    if of := [f"{key} {name}" for key, name in held.items() if name not in (None, "none")]:
-        raise AssignmentError(
-            f"the assignment in {assignment.folder} is of the files beside it ({', '.join(of)}): without them it would "
-            "quantize a model's own weights, as they are. Give the assignment.json that was exported (dmx export leaves a copy "
-            "in its run's folder), or, to evaluate the files, the folder."
-        )
 
 
 def _stage_of(weights: object) -> str | None:

@@ -17,7 +17,7 @@ from torch import nn
 from dmx.applying.calibrate import needs_calibration
 from dmx.assignment.assignment import Assignment
 from dmx.errors import AssignmentError, FormatError
-from dmx.exporting import check_beside_files, is_exported, read_assignment
+from dmx.exporting import assignment_of_files, is_exported, read_assignment
 from dmx.files import read_json
 from dmx.formats import BF16, BlockFormat, Format, get_block_format, get_format
 from dmx.models import ModelConfig
@@ -80,7 +80,7 @@ def read_source(name: str, setting: str) -> Source:
         setting: where the name was given, for messages.
 
     Raises:
-        AssignmentError: a file is missing or damaged, or the assignment's weights lie beside it. FormatError: not the name of a format.
+        AssignmentError: a file is missing or damaged. FormatError: not the name of a format.
     """
     path = Path(name)
     if not (name.endswith(".json") or "/" in name or path.exists()):
@@ -97,9 +97,9 @@ def read_source(name: str, setting: str) -> Source:
         path = configs[0]
     body = _json_object(path)
     if body is None or "schema" in body:  # ours, or so damaged that ours says it best
-        given = Assignment.load(path)
-        if files is None:
-            check_beside_files(given)
+        given = Assignment.load(path) if files is None else assignment_of_files(files)
+        for kind in given.artifacts:
+            given.artifact(kind)
         return Source(name, given=given, files=files)
     return Source(name, given=body, files=files)
 

@@ -93,20 +93,15 @@ def test_formats_of_finished_weights_are_not_given_to_other_weights(make_tiny, t
         lambda: dmx.export(model, path, tmp_path / "wrong", **to),
         lambda: read_source(str(path), "assignment"),
     ):
-        with pytest.raises(
-            AssignmentError, match=r"rounded is of the files beside it \(weights gptq\): .* Give"
-        ):
+        with pytest.raises(AssignmentError, match=r"needs it for its weights: .* exported folder"):
             read()
     assert read_source(str(path.parent), "assignment").files == path.parent
-    facts = path.parent / "dmx_export.json"
-    facts.write_text(json.dumps({"weights": {"name": "mse"}, "transform": "hadamard_full"}))
-    with pytest.raises(AssignmentError, match=r"beside it \(transform hadamard_full\)"):
-        read_source(str(path), "assignment")
-    for damaged in ("{", "[]"):
-        facts.write_text(damaged)
-        with pytest.raises(AssignmentError, match=r"dmx_export\.json is damaged"):
-            read_source(str(path), "assignment")
     assert not (tmp_path / "wrong").exists()
+    path = path.rename(tmp_path / "elsewhere.json")
+    with pytest.raises(AssignmentError, match="needs it for its weights"):
+        dmx.apply(model, Assignment.load(path))
+    rounded.save(tmp_path / "assignment.json")  # and what it needs
+    dmx.export(model, path, tmp_path / "right", **to)
 
 
 @needs("compressed-tensors")

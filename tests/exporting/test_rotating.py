@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 import dmx
 from dmx.applying.apply import applied
-from dmx.errors import FormatError, RunError
+from dmx.assignment.assignment import Assignment
+from dmx.errors import AssignmentError, FormatError, RunError
 from dmx.exporting import make_plan
 from dmx.exporting._fresh_load import rows_of
 from dmx.exporting.verify import check_loading, default_tokens
@@ -48,6 +49,12 @@ def test_compressed_tensors_applies_the_rotations_of_the_folder(
     assert done.profile == "vllm" and 0 < done.verification.relative_error < 0.02
     assert "transformers ignores that key" in (done.folder / "README.md").read_text()
     files = dmx.load_exported(done.folder)
+    alone = Assignment.load(done.folder / "assignment.json")
+    if name == "learned":
+        with pytest.raises(AssignmentError, match="needs it for its transform"):
+            dmx.apply(model, alone)
+    else:
+        assert alone == assignment
     tokens = default_tokens(256)
     with applied(model, assignment, inputs=False):
         expected = rows_of(model, tokens, 2)["logits"]
