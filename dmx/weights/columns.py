@@ -4,8 +4,9 @@
     e_i = (w_i - q_i) / U_ii,   w_j -= U_ij e_i  for j > i
 
 With MX formats, 32 columns share a scale in each row. It is fixed when their first column is
-reached, by the assignment's scale rule, from the weights as they then are. Columns keep their natural
-order: GPTQ's order by activity would tear the blocks apart, which are contiguous along in_features.
+reached, by the assignment's scale rule, from the weights as they then are. GPTQ's order by activity, of
+single columns, would tear the blocks apart, which are contiguous along in_features: either columns keep their
+natural order, or whole blocks are ordered (`activity_order`), within which it is the natural one.
 
 The scale may be searched instead: the columns of a block are rounded under each of the four exponents of the
 rule `mse`, and each row keeps the one with the least sum of e_i^2. That sum is what the block adds to the error of the
@@ -25,7 +26,7 @@ scale from the start, and errors that push a value beyond 448 of it are clamped 
 the result again needs the same amax: stored weights keep the scales themselves.
 
 Source: GPTQ, arXiv 2210.17323, algorithm 1 and section 3.3 (lazy batches, Cholesky); block scales,
-their search, the second quantization and the correction for inputs are ours.
+their search and order, the second quantization and the correction for inputs are ours.
 """
 
 from collections.abc import Callable
@@ -75,6 +76,22 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
         raise RunError(f"gptq.damping={damping}: the Hessian has no Cholesky factor. Raise it.")
     identity = torch.eye(len(h), dtype=torch.float64, device=h.device)
     return torch.linalg.solve_triangular(lower.flip(0, 1), identity, upper=True).float()
+
+
+def activity_order(hessian: Tensor, size: int) -> Tensor:
+    """(n,) int64, the columns in the order in which they are rounded: blocks of `size` as wholes, those with the largest
+    mean of the Hessian's diagonal first.
+
+    The errors of a block are made good by those after it, so that the block whose errors weigh most comes first.
+
+    Args:
+        hessian: (n, n) float32. A last block of fewer columns stays last.
+    """
+    columns = torch.arange(len(hessian), device=hessian.device)
+    whole = len(columns) // size * size
+    mean = hessian.diagonal()[:whole].double().unflatten(0, (-1, size)).mean(1)
+    ordered = columns[:whole].unflatten(0, (-1, size))[mean.argsort(descending=True, stable=True)]
+    return torch.cat([ordered.flatten(), columns[whole:]])
 
 
 def round_columns(x: Tensor, factor: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:

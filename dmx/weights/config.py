@@ -14,6 +14,8 @@ under their formats."""
 
 GPTQ_SCALES = ("rule", "search")
 """What `gptq.scales` may say."""
+GPTQ_ORDERS = ("natural", "activity")
+"""What `gptq.order` may say."""
 
 
 @dataclass(kw_only=True)
@@ -30,12 +32,16 @@ class GptqConfig:
     scales: str = "rule"
     """Scales of blocks: rule = by the assignment's scale rules; search = of the four exponents of the rule mse the one
     that leaves the least error after compensation, MX formats alone."""
+    order: str = "natural"
+    """In which columns are rounded: natural; activity = blocks that share a scale as wholes, those with the largest
+    inputs first, which leaves the most columns to make their errors good."""
     batches: int | None = 32
     """Calibration batches, the first so many; null = all."""
 
     def __post_init__(self) -> None:
         check_damping(self.damping)
         check_choice(self.scales, GPTQ_SCALES, "gptq.scales")
+        check_choice(self.order, GPTQ_ORDERS, "gptq.order")
         _check_batches("gptq", self.batches)
 
 

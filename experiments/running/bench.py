@@ -346,8 +346,8 @@ class Bench:
             done = gptq(
                 self.model, nearest, self.batches(seed)[: self.gptq.batches],
                 damping=self.gptq.damping, inputs=self.gptq.inputs,
-                correct_inputs=self.gptq.correct_inputs, scales=self.gptq.scales, folder=folder,
-                clock=clock,
+                correct_inputs=self.gptq.correct_inputs, scales=self.gptq.scales,
+                order=self.gptq.order, folder=folder, clock=clock,
             )  # fmt: skip
         elif stage == "local_hessian":
             done = local_hessian(

@@ -75,6 +75,9 @@ ROWS = {
     "gptq, scales searched": replace(
         told(weights="gptq"), weights={"name": "gptq", "scales": "search"}
     ),
+    "gptq, blocks by activity": replace(
+        told(weights="gptq"), weights={"name": "gptq", "order": "activity"}
+    ),
 }
 """What a table's title or setting says -> a row that it is said of."""
 

@@ -231,6 +231,38 @@ def test_errors_of_a_block_follow_from_its_end(generator):
     assert torch.allclose(solved, errors, rtol=1e-4, atol=1e-4 * float(errors.abs().max()))
 
 
+def test_blocks_are_ordered_as_wholes_those_with_the_largest_inputs_first():
+    diagonal = torch.ones(100)
+    diagonal[40:64:3] = 9.0
+    diagonal[96:] = 100.0  # fewer than a block
+    order = columns.activity_order(diagonal.diag(), 32)
+    expected = [*range(32, 64), *range(32), *range(64, 96), *range(96, 100)]
+    assert order.tolist() == expected
+    assert columns.activity_order(torch.eye(20), 32).tolist() == list(range(20))
+
+
+@pytest.mark.parametrize("search", [False, True], ids=["rule", "search"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_weighs_most_is_made_good_by_the_most_columns(seed, search):
+    """The last block meets the largest inputs: in the natural order nothing is left to make its errors good."""
+    weight, hessian = correlated(seed, width=160)
+    louder = torch.ones(160)
+    louder[128:] = 8.0
+    hessian = hessian * louder * louder[:, None]
+    order = columns.activity_order(hessian, 32)
+    rule = "mse" if search else "floor"
+
+    def rounded(of):
+        found = torch.empty_like(weight)
+        factor = inverse_factor(hessian[of][:, of], 0.01)
+        found[:, of] = round_weight(weight[:, of], factor, MXFP4, rule, search=search)
+        return found
+
+    found, natural = rounded(order), rounded(torch.arange(160))
+    assert output_error(weight, found, hessian) < 0.9 * output_error(weight, natural, hessian)
+    assert torch.equal(fake_quant(found, MXFP4, scale_rule=rule), found)
+
+
 def test_columns_without_input_are_rounded_to_nearest_and_disturb_none():
     weight, hessian = correlated(0)
     alive = torch.ones(96, dtype=torch.bool)
@@ -302,24 +334,34 @@ def test_perplexity_of_a_trained_model_falls(operands, tiny_trained):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "scales", "dtype", "correct_inputs"),
+    ("architecture", "scales", "order", "dtype", "correct_inputs"),
     [
-        *(("llama", "rule", d, c) for d in ("float32", "bfloat16") for c in (False, True)),
         *(
-            (architecture, scales, dtype, correct_inputs)
-            for architecture, scales in (("qwen3", "search"), ("smollm2", "rule"))
+            ("llama", "rule", "natural", d, c)
+            for d in ("float32", "bfloat16")
+            for c in (False, True)
+        ),
+        *(
+            (architecture, scales, order, dtype, correct_inputs)
+            for architecture, scales, order in (
+                ("qwen3", "search", "natural"),
+                ("smollm2", "rule", "activity"),
+            )
             for dtype, correct_inputs in (("float32", True), ("bfloat16", False))
         ),
     ],
 )
 def test_every_layer_is_rounded_on_what_its_product_sees(
-    architecture, scales, dtype, correct_inputs, make_tiny
+    architecture, scales, order, dtype, correct_inputs, make_tiny
 ):
     """Its Hessian, formed here from the rounded model, gives the very weights that are stored."""
     model = make_tiny(architecture, dtype=dtype).model
     before, kept = logits(model), {k: v.clone() for k, v in model.state_dict().items()}
     assignment = mixed(model)
-    rounded = gptq(model, assignment, BATCHES, correct_inputs=correct_inputs, scales=scales)
+    rounded = gptq(
+        model, assignment, BATCHES, correct_inputs=correct_inputs, scales=scales, order=order
+    )
+    assert rounded.weights["order"] == order
     search = scales == "search"
     rule = "mse" if search else "floor"
     assert {rounded.rule("weight", f) for f in rounded.block_formats("weight").values()} == {rule}
@@ -344,12 +386,18 @@ def test_every_layer_is_rounded_on_what_its_product_sees(
     agree, by_rule = [], []
     for name, layer in layers.items():
         block_format = assignment.format_of("weight", name)
-        factor = inverse_factor(hessians[id(layer)], 0.01)
+        hessian = hessians[id(layer)]
+        factor = inverse_factor(hessian, 0.01)
         weight = layer.weight.detach()
         target = weight.float()
         if correct_inputs:
             target = corrected_weight(target, factor, crosses[id(layer)])
-        expected = round_weight(target, factor, block_format, rule, search=search)
+        of = torch.arange(len(hessian))
+        if order == "activity":
+            of = columns.activity_order(hessian, 32)
+        own = inverse_factor(hessian[of][:, of], 0.01)
+        expected = torch.empty_like(target)
+        expected[:, of] = round_weight(target[:, of], own, block_format, rule, search=search)
         kept = layer.quantized_weight()
         assert torch.equal(fake_quant(kept, block_format, scale_rule=rule), kept)
         agree.append((kept == expected.to(weight.dtype)).float().mean())
@@ -667,7 +715,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     said = Record.load(tmp_path / "alone" / "record.json").warnings
     assert "learn.steps=7 is not used: it is for weights=learned, and weights=gptq." in said
     assert [r.label for r in rows_of(tmp_path / "alone")] == [f"fisher{GPTQ}"]
-    for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0"):
+    for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0", "gptq.order=act"):
         code, _out, err = run(
             compare, *ROUNDING, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad"
         )
@@ -681,6 +729,7 @@ COMMAND = [
     "baselines=[]",
     "weights=gptq",
     "gptq.scales=search",
+    "gptq.order=activity",
     "model.tiny.layers=6",
 ]
 
@@ -689,7 +738,10 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     code, _out, err = run(search, *COMMAND, f"run.folder={tmp_path}/whole")
     assert code == 0, err
     rows = rows_of(tmp_path / "whole")
-    assert [r.label for r in rows] == ["fisher", "fisher + gptq, scales searched, 2 batches"]
+    assert [r.label for r in rows] == [
+        "fisher",
+        "fisher + gptq, scales searched, blocks by activity, 2 batches",
+    ]
     folder = tmp_path / "stopped"
     process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")
     process.kill_once(lambda: list(folder.glob("*/gptq_state/*.safetensors")))
