@@ -327,6 +327,13 @@ def test_a_verdict_is_of_defaults_and_empty_without_another_tool():
     assert "at 2 of 2 places" in peers_page(of)[0]
 
 
+def test_no_place_is_counted_against_the_published_dmx():
+    of = [ours(2.0), made(3.0, peer="brevitas", name="dmx", label="dMX as published")]
+    page, _ = peers_page(of)
+    assert "places" not in page.partition("## Against the best other tool")[0]
+    assert "| dmx adaptive, polished | 10 | dMX as published | 10 | 1 | -63.2 |" in page
+
+
 def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_below():
     sign = {"peer": "auto_round", "name": "sign_round", "label": "SignRound", "gives": "weights"}
     own = {"peer": "ours_weights", "name": "adaptive_learned", "label": "learned", "gives": "weights"}  # fmt: skip
