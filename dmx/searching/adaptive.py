@@ -119,7 +119,7 @@ class Jury:
     def __init__(self, measure: Callable[[Sequence[np.ndarray]], np.ndarray]) -> None:
         self.measure = measure
         self.judgements: dict[Kept, Judgement | None] = {}
-        """Of all but kl_per_bit; None: the same choice."""
+        """Of all but kl_per_bit; None: its choice."""
         self._kls: dict[tuple[int, ...], np.ndarray] = {}
 
     def best(self, choices: Mapping[Kept, np.ndarray]) -> Kept:
@@ -146,7 +146,7 @@ class Jury:
 
     def __str__(self) -> str:
         return ", ".join(
-            f"{whose} {'the same choice' if judgement is None else judgement}"
+            f"{whose} {'the choice of kl_per_bit' if judgement is None else judgement}"
             for whose, judgement in self.judgements.items()
         )
 

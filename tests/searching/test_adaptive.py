@@ -122,7 +122,7 @@ def test_a_choice_is_measured_once_and_not_at_all_where_all_are_the_same():
     assert jury.best({"scores": low, "fisher": high, "descent": high}) == "fisher"
     assert asked == [2] and str(jury) == "fisher -3 ± 0, descent -3 ± 0"
     assert jury.best({"scores": high, "fisher": low, "descent": high}) == "scores"
-    assert asked == [2] and str(jury) == "fisher +3 ± 0, descent the same choice"
+    assert asked == [2] and str(jury) == "fisher +3 ± 0, descent the choice of kl_per_bit"
 
 
 def test_choices_are_measured_on_rows_that_are_held_out(small):

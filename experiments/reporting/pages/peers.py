@@ -103,7 +103,9 @@ def _kinds(results: Sequence[Result], quantized: str | None = None) -> list[Kind
 
 
 def _best(result: Result) -> float:
-    found = [mean(v) for k in result.kinds if (v := list(result.perplexities(k).values()))]
+    """Of weights and inputs where it was measured in them, as the first table shows it."""
+    kinds = _kinds([result], "W+A") or result.kinds
+    found = [mean(v) for k in kinds if (v := list(result.perplexities(k).values()))]
     return min(found, default=float("inf"))
 
 
