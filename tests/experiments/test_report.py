@@ -500,6 +500,18 @@ def test_separate_choices_have_marks_of_their_own(with_separate):
     assert len(colours) == 8 == len(set(colours.values()))
 
 
+def test_long_names_above_the_axes_stay_within_the_picture():
+    named = method(
+        "imported", origin="weights that learned for sixty steps from all of the batches"
+    )
+    rows = [row(method("kl"), 3.0 + np.zeros(4), 5.0), row(named, 2.9 + np.zeros(4), 5.0)]
+    figure = pareto(group_rows(rows))
+    figure.canvas.draw()
+    legend = figure.axes[0].get_legend()
+    assert max(len(text.get_text()) for text in legend.get_texts()) > 50
+    assert legend.get_window_extent().x1 <= figure.bbox.x1
+
+
 def test_uniform_formats_of_two_transforms_are_two_lines():
     rows = [
         row(uniform(name, transform=transform), math.log(value), None, element_bits=bits)

@@ -35,6 +35,8 @@ SPARE_LOOKS = (
 """Colour and mark."""
 LONGEST_NAME = 50
 """Characters of a name beside its line; longer ones would leave the axes no room and stand above them."""
+COLUMNS = ((4, 12), (3, 20), (2, 38))
+"""Of names above the axes: so many where all have fewer characters than that; else one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def pareto(groups: Sequence[Group], *, zoom: bool = False) -> Figure | None:
             legend(axes, handles, columns=1)
         else:
             axes.margins(x=0.06, y=0.14)
-            legend(axes, handles, columns=4 if widest < 12 else 3 if widest < 20 else 2)
+            legend(axes, handles, columns=next((n for n, most in COLUMNS if widest < most), 1))
     return figure
 
 
