@@ -192,15 +192,10 @@ def make_plan(
     )
 
 
-def _stage_of(weights: object) -> str | None:
-    """The stage whose weights a file keeps; None where they are rounded to nearest."""
-    name = weights.get("name") if isinstance(weights, Mapping) else None
-    return None if name is None or name in ROUNDED_TO_NEAREST else str(name)
-
-
 def _warn_of_weights(assignment: Assignment, target: str) -> None:
     """Of weights that names alone do not bring along."""
-    if (stage := _stage_of(assignment.weights)) is not None:
+    stage = (assignment.weights or {}).get("name")
+    if stage is not None and stage not in ROUNDED_TO_NEAREST:
         warnings.warn(
             f"target={target} writes names alone: its tool quantizes the model's own weights, not those that the "
             f"assignment has of {stage}, with which it was measured. Use a target with weights ({', '.join(LAYOUTS)}) "

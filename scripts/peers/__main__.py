@@ -381,8 +381,11 @@ class Grid:
         assignment.save(folder / "assignment.json")
         finished, rule = None, None
         options = self._all_options(cell)
-        told = ["W"] * (INPUTS in options) + [v for k, v in options.items() if k == RULE]
-        label = ", ".join([method.label, *(f"told {what}" for what in told)])
+        label = method.label
+        if INPUTS in options:
+            label += ", told W"
+        if RULE in options:
+            label += f", told {options[RULE]}"
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
