@@ -7,7 +7,7 @@ python scripts/make_tables.py --check    exit 1 if a page differs from what the 
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,7 @@ def outputs() -> Made:
         made[RESULTS / "scaling.md"] = text
         made |= {RESULTS / name: figure for name, figure in figures.items()}
     if peers := {n: r for n, r in records.items() if r.command == PEERS}:
-        made |= peers_outputs(peers)
+        made |= peers_outputs(peers, [r for r in records.values() if r.command == "compare"])
     if exports := [r for r in records.values() if r.command == "export"]:
         with told_of(f"{RECORDS}, records of exports"):
             made[RESULTS / "export.md"] = export_page(exports)
@@ -193,15 +193,18 @@ def outputs() -> Made:
     return made
 
 
-def peers_outputs(peers: dict[str, Record]) -> Made:
+def peers_outputs(peers: dict[str, Record], others: Sequence[Record] = ()) -> Made:
     """The page of other tools and its pictures.
+
+    Args:
+        others: of the same texts, for what no tool chose.
 
     Raises:
         RunError: a record lacks what the page shows; names the one that makes no page alone.
     """
 
     def made(records: list[Record]) -> Made:
-        text, figures = peers_page(records)
+        text, figures = peers_page(records, others)
         page: Made = {RESULTS / "peers.md": text}
         return page | {RESULTS / name: figure for name, figure in figures.items()}
 

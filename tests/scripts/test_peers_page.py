@@ -358,3 +358,114 @@ def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_belo
     ]
     alone, _ = peers_page(of[:2])
     assert alone.split("\n\n")[1].startswith("Other tools' automatic formats")
+
+
+TOLD_W = {"label": "ModelOpt, told W", "option": {"inputs": "bf16"}}
+SIGN = {"peer": "auto_round", "name": "sign_round", "gives": "weights"}
+
+
+def section(page, title):
+    """Its lines that are rows of tables, heads left out."""
+    of = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    return [line for line in of.splitlines() if line.startswith("| ")][1:]
+
+
+def level(nll, quantized="W+A"):
+    return math.exp(nll + WAVE.mean() - 0.1 * (quantized == "W"))
+
+
+def test_each_other_tool_has_a_row_with_what_was_told_what_a_column_is_of():
+    both = {"kinds": ("W+A", "W")}
+    own = {"peer": "ours_weights", "name": "adaptive_learned", "label": "learned", "gives": "weights"}  # fmt: skip
+    of = [
+        *(ours({"floor": 3.0, "even": n}, rule="even", seed=s, **both) for s, n in enumerate((2.9, 3.18))),
+        *(made({"floor": 3.3, "even": n}, **OTHER, seed=s, seconds=50.0, **both) for s, n in enumerate((3.0, 3.2, 3.3))),
+        made({"floor": 3.3, "even": 2.6}, **OTHER | TOLD_W, seed=1, seconds=30.0, **both),
+        made({"floor": 3.9, "even": 3.8}, peer="auto_round", name="auto_scheme", label="AutoScheme", kinds=("W+A",)),
+        made(2.7, **SIGN, label="SignRound, told W", option={"inputs": "bf16", "iters": "5"}, **both),
+        made(2.5, **own, **both),
+    ]  # fmt: skip
+    a, b = np.exp(np.array([2.9, 3.18]) + WAVE.mean()), np.exp(np.array([3.0, 3.2]) + WAVE.mean())
+    change = 100 * (a.mean() / b.mean() - 1)
+    error = 100 * np.std(a - b, ddof=1) / math.sqrt(2) / b.mean()
+    page, _ = peers_page(of)
+    rows = section(page, "Each other tool, and ours in its place")
+    inputs = f"{b.mean():.2f} → {a.mean():.2f} ({change:+.1f} ± {error:.1f}) | 2"
+    alone = f"{level(2.6, 'W'):.2f} → {level(3.18, 'W'):.2f} ({100 * math.expm1(0.58):+.1f})"
+    name = "dmx adaptive, polished"
+    cells = f"| ModelOpt | formats alone | 50; 30 | {name} | 10 |"
+    assert rows[0] == f"{cells} {inputs} | {alone} (told W+A) | 1 |"
+    scheme = f"{level(3.8):.2f} → {level(2.9):.2f} ({100 * math.expm1(-0.9):+.1f}) | 1 |  |  |"
+    assert rows[1] == f"| AutoScheme | formats alone | 10 | {name} | 10 | {scheme}"
+    change = f"({100 * math.expm1(-0.2):+.1f})"
+    sign = [
+        f"{level(2.7, q):.2f} → {level(2.5, q):.2f} {change} (told {told}) | 1"
+        for q, told in (("W+A", "floor"), ("W", "W+A, floor"))
+    ]
+    assert (
+        rows[2]
+        == f"| SignRound, iters=5 | finished weights | 20 | learned | 20 | {' | '.join(sign)} |"
+    )
+    assert len(rows) == 3 and "; scale rule even, under which" in page
+    assert page.index("## Each other tool") < page.index("## Against the best other tool")
+
+
+def test_each_other_tool_stands_where_most_was_measured_and_not_where_ours_is_missing():
+    title = "Each other tool, and ours in its place"
+    few = [made(2.0, **OTHER, tokens=512), ours(3.0, tokens=512)]
+    many = [made(3.0, **OTHER, seed=s) for s in range(2)]
+    assert len(section(peers_page([*few, *many, ours(2.9)])[0], title)) == 1
+    page, _ = peers_page([*few, *many, ours(2.9)])
+    assert "candidates 4/8, 5 bits, 4,096 calibration tokens; scale rule floor," in page
+    assert f"{level(3.0):.2f} → {level(2.9):.2f} (-9.5) | 1 |" in section(page, title)[0]
+    assert title not in peers_page([*many, ours(3.0, seed=5)])[0]
+    assert title not in peers_page([ours(3.0)])[0]
+
+
+def test_words_of_tables_are_explained_before_the_first_that_has_them():
+    page, _ = peers_page(
+        [beside(ours(3.1, rule="even"), 3), ours(3.0, kinds=("W",)), made(3.0, **OTHER)]
+    )
+    for word, used in (("beside N", "(beside 3)"), ("told X", "told even"), ("W+A:", "W+A")):
+        assert 0 < page.index(word) <= page.index(used)
+
+
+def test_where_the_claim_is_missed_stands_below_the_tables():
+    page, _ = peers_page([ours(3.0), made(3.0, **OTHER)])
+    below = page.partition("## Against the best other tool")[2]
+    assert below.index("| best other tool |") < below.index("Where our default is not 1 % below")
+
+
+def test_the_page_orients_by_what_was_measured_on_the_same_text_with_no_formats_chosen():
+    of = [ours(3.0), made(3.0, **OTHER)]
+    rows = [
+        row(method(None), 2.5 + WAVE, None),
+        row(method("uniform", format="mxfp4", quantized="W+A"), 4.5 + WAVE, None),
+        row(method("uniform", format="mxfp4", quantized="W+A", transform="hadamard_block"), 4.4, None),
+        row(method("uniform", format="nvfp4", quantized="W+A"), 3.5 + WAVE, None),
+        row(method("kl", units="fused"), 3.4 + WAVE, 5.0),
+    ]  # fmt: skip
+    plain = replace(record(*rows), device=CARD, model=of[0].model, data={"evaluation": text()})
+    page, _ = peers_page(of, [plain])
+    shown = f"not quantized (bfloat16) {level(2.5):.2f}, mxfp4 everywhere (W+A, floor) {level(4.5):.2f}."
+    assert page.count("To orient: ") == 1 and shown in page
+    assert page.index("To orient: ") < page.index("## ")
+    for other in (
+        replace(plain, device=Device("CPU", "cpu", 2)),
+        replace(plain, model=replace(plain.model, dtype="float32")),
+        replace(plain, data={"evaluation": replace(text(), sha256="f" * 64)}),
+        replace(plain, data={"evaluation": replace(text(), window=7)}),
+        replace(plain, data={}),
+    ):
+        assert "To orient" not in peers_page(of, [other])[0]
+
+
+def test_points_over_seconds_are_joined_only_where_more_tokens_took_no_less():
+    seconds = {512: 5.0, 4096: 3.0, 65536: 9.0}
+    of = [made(3.0, **OTHER, tokens=n, seconds=s) for n, s in seconds.items()]
+    of += [ours(3.0, tokens=n, seconds=n / 100) for n in seconds]
+    page, figures = peers_page(of)
+    left, right = figures["peers_floor.png"].axes
+    assert [c.lines[0].get_linestyle() for c in left.containers] == ["-", "--"]
+    assert [c.lines[0].get_linestyle() for c in right.containers] == ["-", "None"]
+    assert "where more tokens never took less time" in page

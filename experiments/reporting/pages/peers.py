@@ -21,6 +21,7 @@ from .peers_results import (
     results_of,
     rows_of,
 )
+from .peers_tools import each_tool, unquantized
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,11 +38,26 @@ CHECKS = (
     "ours under its rule",
     "largest difference",
 )
+WORDS = (
+    "- W+A: weights and inputs are quantized; W: weights alone.",
+    "- `floor`, `even`: the [scale rule](../concepts.md#formats), by which a block gets its scale.",
+    "- `beside N`: N other runs were under way on the same machine while these seconds were taken, which makes them longer.",
+    "- `told X`: the method was told to choose for the scale rule X, or, told W, for inputs that stay as they are; without it, for "
+    "W+A and, of ours, for `floor`. `(told X)` after a difference: nothing of ours was told what the column is of, and what "
+    "was told X stands there.",
+)
+"""Of the tables, before the first of them."""
 
 
-def peers_page(records: Sequence[Record]) -> tuple[str, dict[str, Figure]]:
+def peers_page(
+    records: Sequence[Record], others: Sequence[Record] = ()
+) -> tuple[str, dict[str, Figure]]:
     """The page and its pictures; a section for what is comparable: one model, its texts, units, machine and number of
-    calibration tokens."""
+    calibration tokens.
+
+    Args:
+        others: of other commands, for the model that is not quantized and for uniform formats.
+    """
     results = results_of(records)
     said, curves, figures = by_tokens(results)
     about = (
@@ -57,6 +73,10 @@ def peers_page(records: Sequence[Record]) -> tuple[str, dict[str, Figure]]:
         "",
         "How to run it: `python -m scripts.peers -h`, `make peers` for the tools. Means over seeds ± their standard error, "
         "seconds as medians; another seed draws other calibration tokens, and one seed has no error.",
+        *unquantized(results, others),
+        "",
+        *WORDS,
+        *each_tool(results),
     ]
     lines += [*against_others(results), *curves]
     for place in by_place(results):

@@ -1,4 +1,4 @@
-"""Our default search and finished weights against the best that another tool gave for the same request, and what that says."""
+"""Our default search and finished weights against what other tools gave for the same request, and what that says of the best."""
 
 from __future__ import annotations
 
@@ -33,18 +33,24 @@ SIDES = {"W+A": "weights and inputs", "W": "weights alone"}
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours against the best other tool under one rule, over the seeds that both have."""
+    """Ours against another tool under one rule, over the seeds that both have."""
 
     ours: Result
     other: Result
     kind: Kind
     seeds: tuple[int, ...]
-    change: float
-    """Mean perplexity of ours minus the other's, % of the other's."""
+    levels: tuple[float, float]
+    """Mean perplexity of ours and of the other."""
     error: float | None
-    """Standard error of that, paired by seed; None of one seed."""
+    """Standard error of `change`, paired by seed; None of one seed."""
     times: tuple[Sequence[Time], Sequence[Time]]
     """Ours and the other's, by seed, with those of choosing the formats."""
+
+    @property
+    def change(self) -> float:
+        """Mean perplexity of ours minus the other's, % of the other's."""
+        own, theirs = self.levels
+        return 100 * (own - theirs) / theirs
 
     @property
     def is_below(self) -> bool:
@@ -68,9 +74,9 @@ class Comparison:
 
     @property
     def text(self) -> str:
-        """For a cell: the change, its error, and, where it was another, the kind that ours was told."""
+        """For a cell: the change and its error."""
         error = "" if self.error is None else f" ± {self.error:.1f}"
-        return f"{self.change:+.1f}{error}{self.note}"
+        return f"{self.change:+.1f}{error}"
 
     @property
     def note(self) -> str:
@@ -80,33 +86,40 @@ class Comparison:
         return f" (told {', '.join(names)})" if names else ""
 
 
-def compared(ours: Result, kind: Kind, results: Sequence[Result]) -> Comparison | None:
-    """With the other tool whose mean, over the seeds that it shares with ours, is lowest; None where there is none.
+def compared(
+    ours: Result, other: Result, kind: Kind, results: Sequence[Result]
+) -> Comparison | None:
+    """Over the seeds that both have under the kind; None where there are none.
 
     Args:
-        results: of one place.
+        results: of one place, for the searches that finished weights began with.
     """
-    own = ours.perplexities(kind)
-    found = []
-    for result in results:
-        if not result.is_ours and result.request == ours.request:
-            theirs = result.perplexities(kind)
-            if seeds := sorted(set(own) & set(theirs)):
-                found.append((mean(theirs[s] for s in seeds), seeds, theirs, result))
-    if not found:
+    own, theirs = ours.perplexities(kind), other.perplexities(kind)
+    seeds = sorted(set(own) & set(theirs))
+    if not seeds:
         return None
-    level, seeds, theirs, other = min(found, key=lambda of: of[0])
-    differences = [own[s] - theirs[s] for s in seeds]
-    error = standard_error(differences)
+    level = mean(theirs[s] for s in seeds)
+    error = standard_error([own[s] - theirs[s] for s in seeds])
     return Comparison(
         ours=ours,
         other=other,
         kind=kind,
         seeds=tuple(seeds),
-        change=100 * mean(differences) / level,
+        levels=(mean(own[s] for s in seeds), level),
         error=None if error is None else 100 * error / level,
         times=(ours.whole_times(results), other.whole_times(results)),
     )
+
+
+def best_compared(ours: Result, kind: Kind, results: Sequence[Result]) -> Comparison | None:
+    """With the other tool whose mean, over the seeds that it shares with ours, is lowest; None where there is none.
+
+    Args:
+        results: of one place.
+    """
+    others = (r for r in results if not r.is_ours and r.request == ours.request)
+    found = [c for r in others if (c := compared(ours, r, kind, results)) is not None]
+    return min(found, key=lambda c: c.levels[1], default=None)
 
 
 def requests(results: Sequence[Result]) -> Iterator[list[Result]]:
@@ -126,7 +139,7 @@ def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
         for asked in requests(of):
             for kind in dict.fromkeys(k for r in asked for k in r.kinds):
                 ours = default(asked, asked[0].gives, kind)
-                comparison = None if ours is None else compared(ours, kind, of)
+                comparison = None if ours is None else best_compared(ours, kind, of)
                 if comparison and comparison.other.first.requested["peer"] != UNCOUNTED:
                     found.append(comparison)
     return found
@@ -187,13 +200,11 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "",
         "Perplexity of ours minus that of the other tool that is best under the rule, % of the latter's: means over the "
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
-        "stands what was told that rule, and under weights alone (W) what was told to leave inputs alone; `told` says what it was told "
-        "where nothing was told this. Seconds are medians over "
-        "seeds, those of finished weights with the fastest search that chose their formats; beside how many other cells they were "
-        "taken is said where the record says it, and ours are faster only where beside as many at least. `amp off`: auto-round "
-        "computed in float32. Against the published dMX no place is counted above: no run of it has had all its steps.",
-        *_where_not(results),
+        "stands what was told that rule, and under W what was told W, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
+        "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against the published dMX no "
+        "place is counted above: no run of it has had all its steps.",
         *tables,
+        *_where_not(results),
     ]
 
 
@@ -242,7 +253,7 @@ def _rows(
         row = {}
         for kind in kinds:
             ours = told(asked, method, kind)
-            if ours is not None and (comparison := compared(ours, kind, results)) is not None:
+            if ours is not None and (comparison := best_compared(ours, kind, results)) is not None:
                 row[kind] = comparison
         if row:
             yield row
@@ -251,8 +262,7 @@ def _rows(
 def _cells(row: dict[Kind, Comparison], kinds: Sequence[Kind]) -> list[Any]:
     of = list(row.values())
     ours = of[0].ours
-    own = {c.ours.label: _seconds(c.times[0]) for c in of}
-    theirs = {c.other.label: _seconds(c.times[1]) for c in of}
+    own, theirs = seconds_of(of)
     counts = dict.fromkeys(str(len(c.seeds)) for c in of)
     return [
         f"{ours.tokens[0]:,}",
@@ -263,8 +273,14 @@ def _cells(row: dict[Kind, Comparison], kinds: Sequence[Kind]) -> list[Any]:
         "; ".join(theirs),
         "; ".join(theirs.values()),
         "; ".join(counts),
-        *(row[kind].text if kind in row else "" for kind in kinds),
+        *(row[kind].text + row[kind].note if kind in row else "" for kind in kinds),
     ]
+
+
+def seconds_of(comparisons: Sequence[Comparison]) -> tuple[dict[str, str], dict[str, str]]:
+    """Label -> seconds, of ours and of other tools."""
+    own = {c.ours.label: _seconds(c.times[0]) for c in comparisons}
+    return own, {c.other.label: _seconds(c.times[1]) for c in comparisons}
 
 
 def _seconds(times: Sequence[Time]) -> str:

@@ -47,17 +47,27 @@ def kind_of(row: Row) -> Kind:
     return str(row.method.quantized), row.method.scale_rules.rpartition("input: ")[2]
 
 
-def place_of(record: Record) -> Place:
-    """Model and dtype, machine, units, and both texts: records of other ones are never mixed."""
+def measured_of(record: Record) -> Place:
+    """Model, dtype, machine and evaluation text: what perplexities must share."""
     evaluation = record.data["evaluation"]
     return (
         record.model.id,
         record.model.dtype,
-        record.requested["units"],
         record.device.name,
         evaluation.sha256,
         evaluation.window,
         evaluation.tokens,
+    )
+
+
+def place_of(record: Record) -> Place:
+    """What perplexities must share, units, and the calibration text: records of other ones are never mixed."""
+    model, dtype, *rest = measured_of(record)
+    return (
+        model,
+        dtype,
+        record.requested["units"],
+        *rest,
         record.data["calibration"].sha256,
     )
 
@@ -147,7 +157,7 @@ class Result:
 
     @property
     def told(self) -> Kind:
-        """For what a method of ours chose: what is quantized, and the scale rule."""
+        """For what a method chose: what is quantized, and the scale rule, which is of ours alone."""
         options = _options(self.first)
         return "W" if INPUTS in options else "W+A", str(options.get(RULE, UNTOLD))
 

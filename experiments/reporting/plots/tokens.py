@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -58,12 +59,14 @@ def tokens_rows(
 def _line(
     left: Axes, right: Axes, label: str, points: Sequence[Point], look: tuple[str, str], style: str
 ) -> None:
-    """One search in both pictures."""
+    """One search in both pictures; over seconds its points are joined only if more tokens never took less, for the line would
+    run back and forth."""
     colour, mark = look
     tokens, seconds, perplexity, spread = zip(*sorted(points), strict=True)
-    for axes, x in ((left, tokens), (right, seconds)):
+    falls = any(later < earlier for earlier, later in itertools.pairwise(seconds))
+    for axes, x, joined in ((left, tokens, style), (right, seconds, "none" if falls else style)):
         axes.errorbar(
-            x, perplexity, yerr=spread, label=label, color=colour, marker=mark, linestyle=style,
+            x, perplexity, yerr=spread, label=label, color=colour, marker=mark, linestyle=joined,
             markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2,
         )  # fmt: skip
 
