@@ -14,7 +14,7 @@ under their formats."""
 
 GPTQ_SCALES = ("rule", "search")
 """What `gptq.scales` may say."""
-GPTQ_ORDERS = ("natural", "activity")
+GPTQ_ORDERS = ("activity", "natural")
 """What `gptq.order` may say."""
 
 
@@ -32,9 +32,9 @@ class GptqConfig:
     scales: str = "rule"
     """Scales of blocks: rule = by the assignment's scale rules; search = of the four exponents of the rule mse the one
     that leaves the least error after compensation, MX formats alone."""
-    order: str = "natural"
-    """In which columns are rounded: natural; activity = blocks that share a scale as wholes, those with the largest
-    inputs first, which leaves the most columns to make their errors good."""
+    order: str = "activity"
+    """In which columns are rounded: activity = blocks that share a scale as wholes, those with the largest inputs first,
+    which leaves the most columns to make their errors good; natural = as they stand."""
     batches: int | None = 32
     """Calibration batches, the first so many; null = all."""
 

@@ -13,7 +13,7 @@ squares fit of X' W^T by X,
 Scales of blocks follow from the assignment's rules, or are searched (`scales="search"`): the assignment then has the
 rule `mse` for weights, which finds them again.
 
-Columns are rounded in their natural order, or block by block with the largest inputs first (`order="activity"`).
+Columns are rounded block by block with the largest inputs first, or as they stand (`order="natural"`).
 
 Source: GPTQ, arXiv 2210.17323; the correction for inputs, the search of scales and the order of blocks are ours.
 """
@@ -116,7 +116,7 @@ def gptq(
     inputs: bool = True,
     correct_inputs: bool = False,
     scales: str = "rule",
-    order: str = "natural",
+    order: str = "activity",
     folder: str | Path | None = None,
     clock: Stopwatch | None = None,
 ) -> Assignment:

@@ -91,7 +91,7 @@ def _gptq_said(facts: Mapping[str, Any]) -> dict[str, bool]:
     return {
         f"damping {damping:g}": damping != usual.damping,
         "scales searched": facts.get("scales") == "search",
-        "blocks by activity": facts.get("order") == "activity",
+        "natural order": facts.get("order", "natural") == "natural",
         **_calibrated_said(facts, usual),
     }
 

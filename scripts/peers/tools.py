@@ -84,7 +84,7 @@ PEERS = {
                 takes=("learn_steps", RULE, INPUTS),
             ),
             "gptq": Method(
-                label="dmx GPTQ",
+                label="dmx GPTQ, blocks by activity",
                 gives="weights",
                 after="auto_round:auto_scheme",
                 takes=(RULE, INPUTS),

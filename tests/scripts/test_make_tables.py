@@ -400,12 +400,13 @@ def test_rows_that_records_measured_alike_count_once_with_their_tasks():
 
 def test_readme_has_one_table_of_at_most_eight_rows():
     flat = [row(uniform("mxfp4"), 4.6, None, element_bits=4.0), row(FULL, 3.0, None)]
-    rounded = compared(row(method(weights="gptq"), 3.1 + WAVE))
+    facts = {"name": "gptq", "order": "natural"}
+    rounded = compared(row(method(weights="gptq"), 3.1 + WAVE, weights=facts))
     lines = readme_table([at_five_bits(), rounded], PRESETS, compared(*flat))
     table = [line for line in lines if line.startswith("|")]
     assert table[0] == "|  | 4 bits | 5 bits | 16 bits |" and 3 <= len(table) <= 10
     assert f"| uniform mxfp4 | {math.exp(4.6):.2f} |  |  |" in table
-    assert f"| dMX + gptq |  | {math.exp(3.1 + WAVE.mean()):.2f} |  |" in table
+    assert f"| dMX + gptq, natural order |  | {math.exp(3.1 + WAVE.mean()):.2f} |  |" in table
     assert "earlier reading" not in lines[-1]
     data = {"evaluation": dataclasses.replace(text(), sha256="0", tokens=7)}
     lines = readme_table([at_five_bits()], PRESETS, compared(*flat, data=data))

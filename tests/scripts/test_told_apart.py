@@ -8,6 +8,7 @@ import pytest
 
 from dmx.assignment.facts import Kept
 from dmx.errors import DmxError
+from dmx.weights.config import GptqConfig
 from dmx.weights.learn_config import LearnConfig
 from experiments.reporting.groups import group_rows
 from experiments.reporting.pages.overview import readme_table
@@ -40,6 +41,11 @@ def learned_in(row=LEARNED, **facts):
     return replace(row, weights={**row.weights, **facts})
 
 
+def rounded_in(order="activity", **facts):
+    """A row whose weights GPTQ rounded."""
+    return replace(told(weights="gptq"), weights={"name": "gptq", "order": order, **facts})
+
+
 def training(**fields):
     return {**REAL.data, "training": replace(REAL.data["training"], **fields)}
 
@@ -68,16 +74,10 @@ ROWS = {
     "inputs mxfp6_e2m3": told(input_format="mxfp6_e2m3"),
     "inputs mxfp8_e4m3": told(input_format="mxfp8_e4m3"),
     "fused units": told(units="fused"),
-    "gptq": told(weights="gptq"),
-    "gptq, inputs corrected": replace(
-        told(weights="gptq"), weights={"name": "gptq", "correct_inputs": True}
-    ),
-    "gptq, scales searched": replace(
-        told(weights="gptq"), weights={"name": "gptq", "scales": "search"}
-    ),
-    "gptq, blocks by activity": replace(
-        told(weights="gptq"), weights={"name": "gptq", "order": "activity"}
-    ),
+    "gptq": rounded_in(),
+    "gptq, natural order": rounded_in("natural"),
+    "gptq, inputs corrected": rounded_in(correct_inputs=True),
+    "gptq, scales searched": rounded_in(scales="search"),
 }
 """What a table's title or setting says -> a row that it is said of."""
 
@@ -214,7 +214,9 @@ def test_usual_settings_are_the_defaults_and_go_without_saying():
     assert stage_text({"name": "learned", **facts}) == stage_text({"name": "learned"}) == ""
     scales = {"name": "learned_scales", "lr": usual.scale_lr}
     assert stage_text(scales) == "" and stage_text(scales | {"lr": usual.lr}) == "lr 0.0002"
-    assert stage_text(None) == stage_text({"name": "mse"}) == stage_text({"name": "gptq"}) == ""
+    assert stage_text(None) == stage_text({"name": "mse"}) == ""
+    assert stage_text({"name": "gptq", "order": GptqConfig().order}) == ""
+    assert stage_text({"name": "gptq"}) == "natural order"  # older ones do not say it
     assert Method(family="mxfp8_mxfp6_mxfp4", search="kl").label == "kl, family 4/6/8"
     listed = Method(family="mxfp4 mxfp8_e5m2", search="kl")
     assert listed.label == "kl, family mxfp4/mxfp8_e5m2"

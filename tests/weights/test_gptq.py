@@ -729,7 +729,7 @@ COMMAND = [
     "baselines=[]",
     "weights=gptq",
     "gptq.scales=search",
-    "gptq.order=activity",
+    "gptq.order=natural",
     "model.tiny.layers=6",
 ]
 
@@ -740,7 +740,7 @@ def test_search_resumed_after_a_kill_ends_with_the_same_numbers(run, rows_of, tm
     rows = rows_of(tmp_path / "whole")
     assert [r.label for r in rows] == [
         "fisher",
-        "fisher + gptq, scales searched, blocks by activity, 2 batches",
+        "fisher + gptq, scales searched, natural order, 2 batches",
     ]
     folder = tmp_path / "stopped"
     process = Forked("-m", "experiments.search", *COMMAND, f"run.folder={folder}")

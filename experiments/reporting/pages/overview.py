@@ -25,6 +25,8 @@ from .glance import Setting, inputs_notes, only_format, settings_of
 README_LIMITS = (4.0, 4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
 _DMX = Method(search="differentiable", quantized="W+A", family=USUAL_FAMILY, units="layer")
+_ROUNDED = replace(_DMX, weights="gptq", stage="natural order")
+"""Measured before blocks were ordered by activity."""
 _LEARNED = Method(
     search="joint",
     weights="learned",
@@ -36,8 +38,8 @@ _LEARNED = Method(
 )
 README_METHODS = (
     _DMX,
-    replace(_DMX, weights="gptq"),
-    replace(_DMX, transform="hadamard_block", weights="gptq"),
+    _ROUNDED,
+    replace(_ROUNDED, transform="hadamard_block"),
     _LEARNED,
     replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
     replace(_LEARNED, input_format="mxfp8_e4m3"),
