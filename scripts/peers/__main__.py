@@ -60,7 +60,7 @@ from .protocol import (
     ending_with_this,
 )
 from .texts import NAMES, read_texts
-from .tools import PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
+from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
 RECORD = "record.json"
 FAILED = "failed.json"
@@ -215,7 +215,8 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
         if key in options:
             raise RunError(f"--option {key} is given twice, {options[key]} and {value}: give one.")
         options[key] = value
-    for key, known_values in ((RULE, SCALE_RULES), (INPUTS, (BF16.name,))):
+    alone = (BF16.name,)
+    for key, known_values in ((RULE, SCALE_RULES), (INPUTS, alone), (LEARN_INPUTS, alone)):
         if (value := options.get(key, known_values[0])) not in known_values:
             raise RunError(f"--option {key}={value}: there are {', '.join(known_values)}.")
     for key in options.keys() & set(COUNTS):
@@ -386,6 +387,8 @@ class Grid:
             label += ", told W"
         if RULE in options:
             label += f", told {options[RULE]}"
+        if LEARN_INPUTS in options:
+            label += ", inputs left alone while learning"
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)

@@ -16,6 +16,10 @@ ROOT = HERE.parents[1]
 MXFP = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3")
 RULE = "rule"
 """The option of what is ours: the scale rule of weights and inputs that it is told; floor where it is not given."""
+LEARN_INPUTS = "learn_inputs"
+"""The option of what learns: inputs are left alone (bf16) meanwhile, whatever the formats were chosen for."""
+LEARNS = ("learn_steps", LEARN_INPUTS, RULE, INPUTS)
+"""Options of what learns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +85,7 @@ PEERS = {
                 label="dmx learned",
                 gives="weights",
                 after="auto_round:auto_scheme",
-                takes=("learn_steps", RULE, INPUTS),
+                takes=LEARNS,
             ),
             "gptq": Method(
                 label="dmx GPTQ, blocks by activity",
@@ -93,19 +97,19 @@ PEERS = {
                 label="dmx adaptive, then learned",
                 gives="weights",
                 after="ours:adaptive",
-                takes=("learn_steps", RULE, INPUTS),
+                takes=LEARNS,
             ),
             "adaptive_polish_learned": Method(
                 label="dmx adaptive, polished, then learned",
                 gives="weights",
                 after="ours:adaptive_polish",
-                takes=("learn_steps", RULE, INPUTS),
+                takes=LEARNS,
             ),
             "kl_per_bit_learned": Method(
                 label="dmx kl_per_bit, then learned",
                 gives="weights",
                 after="ours:kl_per_bit",
-                takes=("learn_steps", RULE, INPUTS),
+                takes=LEARNS,
             ),
         },
     ),

@@ -213,7 +213,8 @@ def test_our_stages_of_weights_are_told_likewise(model, space, generator):
     tokens = torch.randint(0, model.config.vocab_size, (8, 16), generator=generator)
     weights = {}
     for method, common in (("gptq", {}), ("learned", {"learn_steps": "2"})):
-        for told in ({}, {"rule": "even"}, {"inputs": "bf16"}):
+        learns = [{"learn_inputs": "bf16"}] if method == "learned" else []
+        for told in ({}, {"rule": "even"}, {"inputs": "bf16"}, *learns):
             request = Request(
                 method=method, model="", dtype="float32", device="cpu", formats=FAMILY, units=[["a", "b"]], limit=5.0,
                 seed=0, given=given, own_windows=0, options=common | told,
@@ -225,7 +226,10 @@ def test_our_stages_of_weights_are_told_likewise(model, space, generator):
             )  # fmt: skip
             ours.weights(cell, model)
             answers.weight_rule(saved, given)
-            weights[method, *told.values()] = torch.cat([w.flatten() for w in saved.values()])
+            weights[method, *told.items()] = torch.cat([w.flatten() for w in saved.values()])
+    # On given formats it is all the same who says that inputs are left alone.
+    left_alone = weights.pop(("learned", ("learn_inputs", "bf16")))
+    assert torch.equal(left_alone, weights["learned", ("inputs", "bf16")])
     for a, b in itertools.combinations(weights.values(), 2):
         assert not torch.equal(a, b)
 

@@ -17,6 +17,7 @@ CARD = Device("NVIDIA H200", "cuda", 4)
 RULES = ("floor", "even")
 WAVE = 0.1 * np.sin(np.arange(50))
 OTHER = {"peer": "modelopt", "label": "ModelOpt"}
+SIGN = {"peer": "auto_round", "name": "sign_round", "gives": "weights"}
 POLISHED = {"peer": "ours", "name": "adaptive_polish", "label": "dmx adaptive, polished"}
 
 
@@ -123,6 +124,19 @@ def test_under_each_rule_stands_the_search_that_was_told_it():
         f"- 4/8 at 5 bits, even: {100 * math.expm1(0.1):+.1f} % with 4,096 tokens (told floor)\n"
         in page
     )
+
+
+def test_a_default_had_no_options_of_its_own():
+    own = {"peer": "ours_weights", "name": "adaptive_learned", "gives": "weights"}
+    of = [
+        made(2.5, **own, label="learned, inputs left alone while learning", option={"learn_inputs": "bf16"}),
+        made(2.6, **own, label="learned", option={"learn_steps": "7"}),
+        made(2.7, **SIGN, label="SignRound"),
+    ]  # fmt: skip
+    assert "best other tool" not in peers_page(of)[0]
+    page, _ = peers_page([ours(3.0), *of, made(2.9, **own, label="learned")])
+    assert f"| learned | 20 | SignRound | 20 | 1 | {100 * math.expm1(0.2):+.1f} |" in page
+    assert "| learned, learn_steps=7 (weights) |" in page
 
 
 def test_under_weights_alone_stands_what_was_told_to_leave_inputs_alone():
@@ -361,7 +375,6 @@ def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_belo
 
 
 TOLD_W = {"label": "ModelOpt, told W", "option": {"inputs": "bf16"}}
-SIGN = {"peer": "auto_round", "name": "sign_round", "gives": "weights"}
 
 
 def section(page, title):

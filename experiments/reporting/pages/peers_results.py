@@ -162,6 +162,11 @@ class Result:
         return "W" if INPUTS in options else "W+A", str(options.get(RULE, UNTOLD))
 
     @property
+    def is_varied(self) -> bool:
+        """Whether it had options of its own besides."""
+        return not _options(self.first).keys() <= {RULE, INPUTS}
+
+    @property
     def family(self) -> tuple[str, ...]:
         """Candidates, cheapest first."""
         return tuple(self.first.requested["family"])
@@ -324,8 +329,8 @@ def by_place(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def told(results: Iterable[Result], method: str, kind: Kind) -> Result | None:
-    """The result of a method of ours that was told this kind; else the nearest to it."""
-    of = [r for r in results if r.is_ours and r.method == method]
+    """The result of a method of ours, as it is by default, that was told this kind; else the nearest to it."""
+    of = [r for r in results if r.is_ours and r.method == method and not r.is_varied]
     return min(of, key=lambda r: untold(r, kind), default=None)
 
 

@@ -17,7 +17,7 @@ from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
 
-from ..tools import RULE
+from ..tools import LEARN_INPUTS, RULE
 from .common import Cell, main
 
 EXACT: dict[str, Any] = {
@@ -102,7 +102,8 @@ def weights(cell: Cell, model: Any) -> None:
         rows = math.gcd(len(cell.tokens), ROWS)
         batches = list(cell.tokens.cpu().split(rows))
         steps = int(asked.options.get("learn_steps", LearnConfig.steps))
-        config = LearnConfig(steps=steps, seed=asked.seed)
+        has_inputs = LEARN_INPUTS not in asked.options
+        config = LearnConfig(steps=steps, seed=asked.seed, inputs=has_inputs)
         done = cell.timed(lambda: learn_weights(model, formats, batches, config))
         cell.notes.append(f"{steps} steps of {rows} rows, over the given tokens again and again")
     peak = cell.peak()
