@@ -61,7 +61,8 @@ def progress(
 
 
 class Stopwatch:
-    """Seconds of a job since it was made, and `before`: those that a stopped run had spent on it."""
+    """Seconds of a job since it was made, and `before`: those spent on it earlier, by a run that was stopped or by
+    another whose results it takes over."""
 
     def __init__(self, before: float = 0.0) -> None:
         self._start = time.perf_counter()

@@ -48,6 +48,10 @@ class SearchFacts:
     steps: int | None = None
     """Optimizer steps of a search that descends."""
     seconds: float | None = None
+    """Wall time. Scores that were kept, of another search or a start that was stopped, count as long as their scan took;
+    in earlier versions nothing (`score_seconds` is None)."""
+    score_seconds: float | None = None
+    """Of `seconds`, those of score scans, whoever made them; None: it needed none."""
     cuda_graph: str | None = None
     """on | off: whether steps were replayed from a captured graph."""
     peak_memory_bytes: int | None = None

@@ -19,7 +19,7 @@ class SearchResult:
     a polish: KL saved per added bit."""
     seconds: float
     """Wall time of the search; of a resumed one up to its last checkpoint before, and from its
-    resumption on."""
+    resumption on. Scores that were kept count as long as their scan took."""
     history: list[dict[str, Any]] = field(default_factory=list)
     """A row a step; empty for searches without steps."""
     polish: list[dict[str, Any]] = field(default_factory=list)
@@ -30,3 +30,5 @@ class SearchResult:
     cuda_graph: str = "off"
     """on | off: whether the steps ran as a CUDA graph."""
     warnings: list[str] = field(default_factory=list)
+    score_seconds: float | None = None
+    """Of `seconds`, those of score scans, whoever made them; None: it needed none."""

@@ -49,6 +49,7 @@ from dmx.searching.heuristics import heuristic_choice
 from dmx.searching.polish import Polish
 from dmx.searching.result import SearchResult
 from dmx.searching.scan import Scan
+from dmx.searching.scores import ScoreTimes
 from dmx.searching.space import search_space, seeing_inputs
 from dmx.searching.transforming import (
     asked_transform,
@@ -172,6 +173,7 @@ def _search(
         units=tuple(u.name for u in space.units),
         preference=outcome.preference,
         seconds=job.clock.seconds,
+        score_seconds=job.score_times.seconds,
         history=outcome.history,
         polish=outcome.rounds,
         raw_offsets=outcome.raw_offsets,
@@ -218,6 +220,7 @@ class _Job:
         self.budget, self.config = budget, config
         self.folder, self.score_folder = folder, score_folder
         self.clock = Stopwatch()
+        self.score_times = ScoreTimes(self.clock)
         self.identity = model_fingerprint(model)
         """Of the untransformed model."""
 
@@ -263,6 +266,7 @@ class _Job:
             config,
             fingerprint=self.identity | {"transform": transform.key(), "batches": used},
             folder=self.score_folder,
+            times=self.score_times,
         )
 
     def adapt(self, transform: Transform) -> _Outcome:

@@ -50,12 +50,12 @@ from dmx.models.running import model_logits, quick_attention
 from dmx.models.sharding import whole
 from dmx.models.streaming import brought
 from dmx.processes import Processes
-from dmx.progress import progress
+from dmx.progress import Stopwatch, progress
 from dmx.searching.bank import Bank, searching_model
 from dmx.searching.config import SearchConfig
 from dmx.searching.disturbances import Change, Disturbances
 from dmx.searching.output_errors import OutputErrors
-from dmx.searching.scores import ScoreFile
+from dmx.searching.scores import ScoreFile, Scores, ScoreTimes
 from dmx.state import code_version
 
 PARTIAL_SUMS = 512
@@ -76,8 +76,11 @@ class Scan:
         *,
         fingerprint: dict[str, Any],
         folder: Path | None,
+        times: ScoreTimes | None = None,
     ) -> None:
+        """times: of the search; None: nobody asks."""
         self.model, self.space, self.config = model, space, config
+        self.times = times or ScoreTimes(Stopwatch())
         self.rules = config.scale_rules.by_format()
         self.batches = list(batches)[: config.score_batches]
         self.fingerprint, self.folder = fingerprint, folder
@@ -143,39 +146,60 @@ class Scan:
         formats = [self.space.formats[c] for c in candidates]
         files = [self._file(kind, f) for f in formats]
         kept = self.processes.agree(lambda: [file.load() for file in files])
-        self._known: dict[str, tuple[np.ndarray, int]] = {
+        self._known: dict[str, Scores] = {
             f.name: scores for f, scores in zip(formats, kept, strict=True) if scores is not None
         }
         parts = self._parts(kind)
         missing = [
             (f, file)
             for f, file in zip(formats, files, strict=True)
-            if f.name not in self._known or self._known[f.name][1] < parts
+            if f.name not in self._known or self._known[f.name].done < parts
         ]
+        for file, scores in zip(files, kept, strict=True):
+            if scores is not None and scores.done == parts:
+                self.times.take_over(file, scores.seconds)
+        self._lap = Stopwatch()
         if missing:
             scan([f for f, _ in missing], [file for _, file in missing])
-        assert all(self._known[f.name][1] == parts for f in formats)
-        return np.stack([self._known[f.name][0] for f in formats], axis=1)
+        assert all(self._known[f.name].done == parts for f in formats)
+        return np.stack([self._known[f.name].values for f in formats], axis=1)
 
     def _parts(self, kind: str) -> int:
         """How many parts a scan counts for its resumption."""
         return 1 if kind == "weight_mse" else len(self.batches)
 
-    def _save(self, block_format: Format, file: ScoreFile, values: np.ndarray, done: int) -> None:
-        bad = np.flatnonzero(~np.isfinite(values))
+    def _save_all(
+        self, formats: list[Format], files: list[ScoreFile], sums: np.ndarray, done: int
+    ) -> None:
+        """Keep what was scanned together, sums (U, formats) after `done` parts; its time is shared equally."""
+        share, self._lap = self._lap.seconds / len(formats), Stopwatch()
+        for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
+            earlier = self._known.get(block_format.name)
+            seconds = share + (earlier.seconds if earlier else 0.0)
+            self._save(block_format, file, Scores(sums[:, column].copy(), done, seconds))
+
+    def _save(self, block_format: Format, file: ScoreFile, scores: Scores) -> None:
+        bad = np.flatnonzero(~np.isfinite(scores.values))
         if len(bad):
             raise self._not_finite(block_format, self.space.units[bad[0]])
-        self._known[block_format.name] = (values.copy(), done)
+        self._known[block_format.name] = scores
+        self.times.spend(file, scores.seconds)
         if self.processes.is_main:
-            file.save(values, done)
+            file.save(scores)
 
-    def _partial(self, formats: Sequence[Format]) -> tuple[np.ndarray, int]:
+    def _partial(self, formats: list[Format], files: list[ScoreFile]) -> tuple[np.ndarray, int]:
         """Sums (U, formats) and the number of parts that all of them hold; zeros when they differ."""
         kept = [self._known.get(f.name) for f in formats]
-        done = {0 if scores is None else scores[1] for scores in kept}
+        done = {0 if scores is None else scores.done for scores in kept}
         if len(done) != 1 or done == {0}:
+            for f in formats:
+                self._known.pop(f.name, None)  # lost, and so is their time
             return np.zeros((len(self.space.units), len(formats))), 0
-        return np.stack([scores[0] for scores in kept if scores is not None], axis=1), done.pop()
+        for f, file in zip(formats, files, strict=True):
+            self.times.take_over(file, self._known[f.name].seconds)
+        return np.stack(
+            [scores.values for scores in kept if scores is not None], axis=1
+        ), done.pop()
 
     def _not_finite(self, block_format: Format, unit: Unit) -> ModelError:
         """The error of a score that is not finite."""
@@ -193,7 +217,7 @@ class Scan:
     @torch.no_grad()
     def _scan_kl(self, formats: list[Format], files: list[ScoreFile]) -> None:
         n_units, n_batches = len(self.space.units), len(self.batches)
-        sums, done = self._partial(formats)
+        sums, done = self._partial(formats, files)
         changes = [(u, f) for u in range(n_units) for f in formats]
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
@@ -209,8 +233,7 @@ class Scan:
                 own = self._kl_sums(disturbances, tokens, changes, advance)
                 kls = self.processes.total(own).cpu().numpy()
                 sums += kls.reshape(n_units, -1) / (batch.numel() * n_batches)
-                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
-                    self._save(block_format, file, sums[:, column], index + 1)
+                self._save_all(formats, files, sums, index + 1)
 
     def _kl_sums(
         self,
@@ -236,7 +259,7 @@ class Scan:
     # fisher: parts are batches -----------------------------------------------------------------
 
     def _scan_fisher(self, formats: list[Format], files: list[ScoreFile]) -> None:
-        sums, done = self._partial(formats)
+        sums, done = self._partial(formats, files)
         with (
             searching_model(self.model, self.space, self.config.format_family, self.rules) as bank,
             checkpointing(self.model, False, "search"),
@@ -246,8 +269,7 @@ class Scan:
                 tokens = self.processes.own_rows(self.batches[index]).to(self.device)
                 scores = self.processes.total(self._fisher_sums(bank, tokens, formats))
                 sums += scores.cpu().numpy() / len(self.batches)
-                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
-                    self._save(block_format, file, sums[:, column], index + 1)
+                self._save_all(formats, files, sums, index + 1)
                 advance("")
 
     def _fisher_sums(self, bank: Bank, tokens: Tensor, formats: list[Format]) -> Tensor:
@@ -288,7 +310,7 @@ class Scan:
     # aumann_shapley: parts are batches ---------------------------------------------------------
 
     def _scan_path(self, formats: list[Format], files: list[ScoreFile]) -> None:
-        sums, done = self._partial(formats)
+        sums, done = self._partial(formats, files)
         n_batches, family = len(self.batches), self.config.format_family
         with (
             searching_model(self.model, self.space, family, self.rules, path="line") as bank,
@@ -301,8 +323,7 @@ class Scan:
                 gains = self.processes.total(self._path_sums(bank, tokens)).cpu().numpy()
                 from_each = gains[:, ::-1].cumsum(1)[:, ::-1] / (batch.numel() * n_batches)
                 sums += np.pad(from_each, ((0, 0), (0, 1)))
-                for column, (block_format, file) in enumerate(zip(formats, files, strict=True)):
-                    self._save(block_format, file, sums[:, column], index + 1)
+                self._save_all(formats, files, sums, index + 1)
                 advance("")
 
     def _path_sums(self, bank: Bank, tokens: Tensor) -> Tensor:
@@ -344,7 +365,7 @@ class Scan:
         for block_format, file in zip(formats, files, strict=True):
             sums = np.zeros(len(self.space.units))
             if not isinstance(block_format, BlockFormat):  # bf16 loses nothing
-                self._save(block_format, file, sums, 1)
+                self._save_all([block_format], [file], sums[:, None], 1)
                 continue
             rule = rule_of(self.rules, "weight", block_format)
             index = {unit.name: u for u, unit in enumerate(self.space.units)}
@@ -358,4 +379,4 @@ class Scan:
                 quantized = ops.fake_quant(weight, block_format, scale_rule=rule)
                 error = quantized.float() - weight.float()
                 sums[index[name]] += float(error.square().sum(dtype=torch.float64))
-            self._save(block_format, file, sums, 1)
+            self._save_all([block_format], [file], sums[:, None], 1)

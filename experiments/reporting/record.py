@@ -103,7 +103,8 @@ def _family_text(name: str | None) -> str:
     return f"family {'/'.join(formats)}"
 
 
-def _weights_text(name: str) -> str:
+def weights_text(name: str) -> str:
+    """What labels call a stage of the weights."""
     shown = {
         "local_hessian": "local Hessian",
         "learned": "learned weights",
@@ -135,7 +136,7 @@ class Method(Stored):
         "none", label=_transform_text, title=lambda name: f"transform {name}"
     )
     """none | hadamard_block | hadamard_selected | hadamard_full | learned"""
-    weights: str = dimension("nearest", label=_weights_text, title=lambda name: f"weights {name}")
+    weights: str = dimension("nearest", label=weights_text, title=lambda name: f"weights {name}")
     """What became of the weights after the choice: nearest | mse | local_hessian | gptq | learned |
     learned_scales | learned_rounding"""
     stage: str = dimension("", label=str, join=", ", title=str)
@@ -341,6 +342,9 @@ class Row(Measured):
     reasons: Mapping[str, str] = field(default_factory=dict)
     expert_tokens: Mapping[str, tuple[int, ...]] | None = None
     """path of the experts of a block -> calibration tokens that each was given; None: no experts, or not counted."""
+    score_seconds: float | None = None
+    """Of `search_seconds`, those of score scans, other rows' among them; None: no scans, or an older record, whose times
+    leave out the scans of other rows."""
 
     @property
     def label(self) -> str:

@@ -191,6 +191,7 @@ def make_row(
         **measured,
         zero_shot=tasks.results,
         search_seconds=search.seconds,
+        score_seconds=search.score_seconds,
         search_peak_memory_bytes=search.peak_memory_bytes,
         eval_seconds=losses.seconds,
         zero_shot_seconds=tasks.seconds,

@@ -44,6 +44,9 @@ def test_the_page_says_where_adaptive_is_worse_than_an_opponent():
         {"tokens_floor_4096": at(4096, fisher=3.4, kl_per_bit=3.3, adaptive=3.3)}
     )
     assert "| 60.0 |" in eight and "| 40.0 |" not in eight  # and of eight batches fisher's
+    whole = replace(good, results=tuple(replace(r, score_seconds=5.0) for r in good.rows))
+    text, _ = tokens_page({"tokens_floor_2048": whole})
+    assert "| 20.0 |" in text and "| 40.0 |" not in text  # it is in the record
     alone, _ = tokens_page({"tokens_even_2048": good})
     assert "nowhere worse than fisher or kl_per_bit by more than 1 standard error" in alone
     assert "## Scale rule even" in alone

@@ -104,6 +104,9 @@ def test_the_best_choice_is_kept_where_it_is_better_by_more_than_an_error(
     texts = f"fisher {fisher:+.3g} ± 0.1, descent {descent:+.3g} ± 0.1 (from {starts})"
     assert said.kept_because.endswith(f"on 2 batches held out {MINUS}{texts}")
     assert bool(result.warnings) == (kept != "descent")
+    # Both scans were made before; their time is that of this search too.
+    assert result.score_seconds == pytest.approx(sum(r.score_seconds for r in alone.values()))
+    assert result.seconds > result.score_seconds > 0
     called = {"scores": "kl_per_bit", "fisher": "fisher", "descent": "dMX"}[kept]
     assert method_of(result.assignment, quantized="W+A").label == f"adaptive: {called}"
 

@@ -1,6 +1,7 @@
 """Score files are used when everything that they depend on is the same, and never otherwise."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -90,6 +91,56 @@ def test_a_changed_input_makes_a_score_file_unused(
     assert scans == ["_scan_kl", "_scan_kl"]
 
 
+@pytest.fixture
+def slow(monkeypatch):
+    """Makes every batch of a scan of the KL take at least so many seconds."""
+    batch_seconds, original = 0.2, Scan._kl_sums
+
+    def slowly(self, *args):
+        time.sleep(batch_seconds)
+        return original(self, *args)
+
+    monkeypatch.setattr(Scan, "_kl_sums", slowly)
+    return batch_seconds
+
+
+def test_scores_that_are_taken_over_count_as_long_as_their_scan_took(
+    model, batches, slow, tmp_path
+):
+    first = run(model, batches, tmp_path)
+    assert 3 * slow <= first.score_seconds <= first.seconds
+    again = run(model, batches, tmp_path, limit=4.5)
+    assert again.score_seconds == pytest.approx(first.score_seconds)
+    assert again.seconds >= first.score_seconds
+    # Two formats were scanned together; `kl` reads one.
+    share = run(model, batches, tmp_path, name="kl")
+    assert share.score_seconds == pytest.approx(first.score_seconds / 2)
+    assert share.seconds >= share.score_seconds
+    # A third format is scanned by itself, the others are taken over.
+    more = run(model, batches, tmp_path, family="mxfp8_mxfp6_mxfp4")
+    assert more.score_seconds >= first.score_seconds + 3 * slow
+    assert more.seconds >= more.score_seconds
+    assert run(model, batches, tmp_path, name="random").score_seconds is None
+
+
+def test_a_scan_that_was_stopped_counts_the_time_of_the_parts_that_are_kept(
+    model, batches, slow, tmp_path, monkeypatch
+):
+    original = Scan._save_all
+
+    def interrupted(self, *args):
+        original(self, *args)
+        if args[-1] == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Scan, "_save_all", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, batches, tmp_path)
+    monkeypatch.setattr(Scan, "_save_all", original)
+    resumed = run(model, batches, tmp_path)
+    assert 3 * slow <= resumed.score_seconds <= resumed.seconds
+
+
 @pytest.mark.parametrize("damage", ["cut", "number", "done", "schema"])
 def test_a_damaged_score_file_is_an_error_that_names_it(damage, model, batches, tmp_path):
     run(model, batches, tmp_path)
@@ -119,7 +170,7 @@ def test_an_interrupted_scan_goes_on_to_the_same_scores(
 
     def interrupted(self, *args):
         original(self, *args)
-        saves.append(args[-1])
+        saves.append(args[-1].done)
         if len(saves) == 4:  # two formats, two of three batches
             raise KeyboardInterrupt
 

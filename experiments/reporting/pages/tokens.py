@@ -50,11 +50,13 @@ def searched(record: Record) -> list[Group]:
 
 
 def search_seconds(group: Group, groups: Sequence[Group], batches: int) -> float:
-    """Of a search; nan where nobody measured it. `adaptive` reads the scans that `kl_per_bit` and, where there are batches
-    enough, `fisher` made in the same run, whose seconds are added."""
+    """Of a search; nan where nobody measured it. In older records `adaptive` counts no time for the scans that
+    `kl_per_bit` and, where there are batches enough, `fisher` made in the same run: it is added."""
     seconds = group.statistic("search_seconds").mean
     if group.method.search != "adaptive" or seconds is None:
         return math.nan if seconds is None else seconds
+    if group.statistic("score_seconds").mean is not None:
+        return seconds
     read = ("kl_per_bit", "fisher") if batches >= FEWEST_BATCHES else ("kl_per_bit",)
     scans = [g for g in groups if g.method.search in read and g.budget == group.budget]
     return seconds + sum(search_seconds(g, groups, batches) for g in scans)
