@@ -538,9 +538,9 @@ class DifferentiableSearch:
             while self.step < config.steps:
                 row = self.take_step(bank, stepper, next(order))
                 shown = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
-                advance(
-                    f"loss {shown}  bits {row['soft_bits']:.3f} soft {row['hard_bits']:.3f} hard"
-                )
+                # Of the hard choice, and of it within the budget.
+                own, fitted = row["hard_bits"], row["projected_bits"]
+                advance(f"loss {shown}  bits {own:.3f}, fitted {fitted:.3f}")
                 if self.step % config.descent.checkpoint_every == 0:
                     self.save()
         self.save()

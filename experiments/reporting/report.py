@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dmx.files import write_text
 from dmx.formats import get_family
 from dmx.models.experts import experts_path, of_all_experts
-from dmx.searching.offsets import raw_thresholds
+from dmx.searching.offsets import harden, raw_thresholds
 
 from .agreement import agreement_section
 from .colours import FORMAT_COLOURS
@@ -31,7 +33,7 @@ from .report_settings import asked_and_ran, environment
 from .tables import results_table
 from .targets_table import targets_table
 from .texts import spread_text
-from .verdicts import strongest_note, verdict_texts
+from .verdicts import strongest_notes, verdict_texts
 from .zero_shot_tables import zero_shot_table
 
 
@@ -72,14 +74,14 @@ def _headline(record: Record, groups: Sequence[Group]) -> Html:
             *known[:1],
             "No dMX result stands beside a heuristic's at the same budget, so there is no verdict.",
         ]
-    notes = [strongest_note(group, groups) for group in groups if group.method.is_dmx]
+    notes = strongest_notes(groups)
     if record.model.note:
         notes.append(f"{record.model.id}: {record.model.note}")
     head, *more = texts
     return Html(
         el("h1", head)
         + el("ul", (el("li", text) for text in more), cls="more") * bool(more)
-        + "".join(el("p", note, cls="note") for note in dict.fromkeys(notes) if note)
+        + "".join(el("p", note, cls="note") for note in notes)
     )
 
 
@@ -105,6 +107,38 @@ def _thresholds(assignment: Mapping[str, Any] | None) -> tuple[float, ...]:
     return raw_thresholds(get_family(family)) if family else ()
 
 
+def _moved_afterwards(
+    ends: np.ndarray, unit_formats: Sequence[str | None], assignment: Mapping[str, Any]
+) -> str:
+    """A sentence for a caption on lines that do not end where their colour says; empty where all do.
+
+    Args:
+        ends: (units,) raw offsets after the last step.
+    """
+    search = assignment.get("search") or {}
+    if not search.get("family"):
+        return ""
+    family = get_family(search["family"])
+    rank = {f.name: i for i, f in enumerate(family.formats)}
+    final = np.array([rank.get(name or "", -1) for name in unit_formats])
+    own = harden(ends.astype(np.float64), family)
+    known = final >= 0
+    counts = {
+        "below": np.count_nonzero(known & (final > own)),
+        "above": np.count_nonzero(known & (final < own)),
+    }
+    by = "the projection to the budget"
+    if search.get("polish_rounds") or search.get("kept") in ("scores", "fisher"):
+        by = "what chose after the descent"
+    moved = [
+        f"{n} {'line ends' if n == 1 else 'lines end'} {side} the dashed line of {'its' if n == 1 else 'their'} format: {by} "
+        f"{'raised' if side == 'below' else 'lowered'} {'it' if n == 1 else 'them'}"
+        for side, n in counts.items()
+        if n
+    ]
+    return "".join(f" {text}." for text in moved)
+
+
 def _trace_pictures(trace: SearchTrace) -> list[Html]:
     pictures = []
     if trace.history is not None:
@@ -121,7 +155,9 @@ def _trace_pictures(trace: SearchTrace) -> list[Html]:
     if trace.raw is not None:
         colours = [unit_format(unit, trace.assignment or {}) for unit in trace.units]
         caption = (
-            f"Raw offset of each of the {len(trace.units)} units, coloured by its final format."
+            f"Raw offset of each of the {len(trace.units)} units, coloured by its final format. "
+            "Dashed: where the hard choice goes from one format to the next."
+            + _moved_afterwards(trace.raw[-1], colours, trace.assignment or {})
         )
         figure = offsets_over_steps(trace.raw, colours, _thresholds(trace.assignment))
         pictures.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich import box
@@ -22,7 +22,7 @@ from .groups import (
     group_rows,
 )
 from .html import Html, el, scroll_table
-from .record import Record, TrainingRow
+from .record import Method, Record, TrainingRow, weights_text
 from .texts import bytes_text, nats_text, seconds_text, spread_text, with_minus
 
 
@@ -89,6 +89,10 @@ COLUMNS = (
 )
 
 
+SIDES = {"W+A": "weights and inputs quantized (W+A)", "W": "weights alone quantized (W)"}
+"""What rows quantize, for a table in which all are alike."""
+
+
 def terminal_table(record: Record) -> Table:
     """The results table for the end of a run, in eighty columns; the same cells as in the report."""
     if record.training_rows:
@@ -113,22 +117,45 @@ def terminal_table(record: Record) -> Table:
         head = (column.narrow or "").format(against)
         table.add_column(head, justify="right", overflow="fold")  # never a cut number
     joint, separate = by_choices(groups)
+    short, notes = _shortened(groups)
     for group in (*joint, *separate):
         if separate and group is separate[0]:
             table.add_section()
         cells = [column.cell(group, groups)[0] for column in columns]
         budget = [limit_text(group)] if has_budgets else []
         table.add_row(
-            plain(group.name), *budget, *cells, style="bold" if group.method.is_dmx else None
-        )
+            plain(short(group.method).name), *budget, *cells,
+            style="bold" if group.method.is_dmx else None,
+        )  # fmt: skip
     if compared:
         other = "the best heuristic" if against == "heuristic" else against
-        table.caption_justify = "left"
-        table.caption = (
+        notes.append(
             f"minus {against}: loss minus that of {other} at the same budget, settings and weights; – for that row itself, "
             "and where there is none"
         )
+    table.caption_justify, table.caption = "left", plain("\n".join(notes)) or None
     return table
+
+
+def _shortened(groups: Sequence[Group]) -> tuple[Callable[[Method], Method], list[str]]:
+    """Takes from a method what all of these have alike, and what is then said of all under the table."""
+    methods = [group.method for group in groups]
+    quantized = {m.quantized for m in methods if m.quantized}
+    stages: dict[str, set[str]] = {}
+    for m in methods:
+        stages.setdefault(m.weights, set()).add(m.stage)
+    alike = {weights: said.pop() for weights, said in stages.items() if len(said) == 1}
+    notes = [SIDES[sides] for sides in quantized if len(quantized) == 1 and sides in SIDES]
+    notes += [f"{weights_text(weights)}: {stage}" for weights, stage in alike.items() if stage]
+
+    def short(method: Method) -> Method:
+        return replace(
+            method,
+            quantized=None if len(quantized) == 1 else method.quantized,
+            stage="" if method.weights in alike else method.stage,
+        )
+
+    return short, notes
 
 
 def _recipes_terminal(rows: Sequence[TrainingRow]) -> Table:

@@ -76,6 +76,12 @@ def _beaten(row: Row, rows: Sequence[Row]) -> str | None:
     )
 
 
+def strongest_notes(groups: Sequence[Group]) -> list[str]:
+    """`strongest_note` of all dMX results, each text once."""
+    notes = [strongest_note(group, groups) for group in groups if group.method.is_dmx]
+    return list(dict.fromkeys(note for note in notes if note))
+
+
 def strongest_note(group: Group, groups: Sequence[Group]) -> str | None:
     """What the verdict on a dMX result leaves out: another search that is stronger than any heuristic, or that
     the strong heuristics were not run; None where it leaves out nothing."""

@@ -2,6 +2,7 @@
 
 import _thread
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,17 @@ from .watch import LostProcess
 console = Console(stderr=True, quiet=own_rank() > 0)
 """Of processes that share a run the main one tells; `_errors` is for all."""
 _errors = Console(stderr=True)
+
+
+def is_for_users(record: logging.LogRecord) -> bool:
+    """All but what torch's pytree says of classes of torchao."""
+    args = record.args if isinstance(record.args, tuple) else ()
+    return not any(isinstance(a, type) and a.__module__.startswith("torchao.") for a in args)
+
+
+# transformers imports torchao, where it is installed, with every model. torchao 0.18 then registers two enums in a way that
+# torch 2.13 warns of, and two lines, of nothing that a user could act on, would open every command.
+logging.getLogger("torch.utils._pytree").addFilter(is_for_users)
 
 
 def entry_point(

@@ -19,6 +19,7 @@ from dmx.processes import Processes
 from dmx.progress import Stopwatch
 from dmx.weights.config import WEIGHTS
 
+from ..reporting.groups import group_rows
 from ..reporting.record import (
     ExportFacts,
     ModelFacts,
@@ -31,7 +32,7 @@ from ..reporting.record import (
 )
 from ..reporting.report import write_report
 from ..reporting.tables import terminal_table
-from ..reporting.verdicts import verdict_texts, worse_than_uniform
+from ..reporting.verdicts import strongest_notes, verdict_texts, worse_than_uniform
 from ..reporting.zero_shot_tables import zero_shot_terminal
 from .cards import held_card
 from .folder import CONFIG_FILE, claim, hold, release, write_error
@@ -256,7 +257,7 @@ class Run:
         out.print(terminal_table(record))
         if (zero_shot := zero_shot_terminal(record)) is not None:
             out.print(zero_shot)
-        for text in verdict_texts(record):
+        for text in (*verdict_texts(record), *strongest_notes(group_rows(record.rows))):
             out.print(text, markup=False)
         for name in FILES:
             if self.path(name).exists():

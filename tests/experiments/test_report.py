@@ -42,6 +42,7 @@ from experiments.reporting.record import Limit, ModelFacts, Record, Row, Verdict
 from experiments.reporting.report import unit_format, write_report
 from experiments.reporting.tables import terminal_table
 from experiments.reporting.verdicts import verdicts, worse_than_uniform
+from experiments.running.run import Run
 from tests.quick import leave_pictures_undrawn
 
 from .helpers import DMX, FULL, KL, answers, method, record, row, text, uniform
@@ -569,6 +570,59 @@ def test_terminal_table_shows_the_cells_of_the_report_in_eighty_columns(run_fold
     said = "same budget, settings and weights; – for that row itself, and where there is none"
     assert said in " ".join(text.split())
     assert "minus" not in shown(record.rows[0]), "where nothing is compared"
+    # What all rows have alike is said once, below, so that no name fills more than two lines.
+    lines = [line.rstrip() for line in text.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line.startswith(" dMX + learned "))
+    assert lines[at + 1].split() == ["weights"] and not lines[at + 2]
+    assert "(W+A)" not in "".join(lines[: at + 2])
+    assert "weights and inputs quantized (W+A)" in text
+    assert "learned weights: 60 steps, lr 0.0001" in text
+    longer = dataclasses.replace(learned, method=dataclasses.replace(method, stage="90 steps"))
+    inputs_too = dataclasses.replace(learned, method=dataclasses.replace(method, quantized="W"))
+    text = "".join(shown(*record.rows, learned, longer, inputs_too, width=160).split())
+    assert "dMX+learnedweights,90steps(W+A)" in text and "lr0.0001(W)" in text
+    assert "inputsquantized" not in text and "learnedweights:" not in text
+
+
+def test_the_terminal_says_once_that_the_strong_heuristics_were_not_run(tmp_path, capsys):
+    run = object.__new__(Run)
+    run.folder = tmp_path
+    rows = [row(m, 3.4, limit, seed=s) for m in (KL, DMX) for limit in (4.5, 5.0) for s in (0, 1)]
+    run.show(record(*rows))
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("kl_per_bit and fisher, which are stronger, were not run here.") == 1
+    run.show(record(*rows, *(row(method("fisher"), 3.4, limit) for limit in (4.5, 5.0))))
+    assert "which are stronger" not in capsys.readouterr().out
+
+
+def test_the_picture_of_offsets_says_which_lines_the_projection_moved(tmp_path, undrawn):
+    folder = write_run(tmp_path)
+    (offsets,) = folder.rglob("offsets.npz")
+    with np.load(offsets) as kept:
+        raw, units = kept["raw"], kept["units"]
+    path = offsets.with_name("assignment.json")
+    body = json.loads(path.read_text())
+    high = np.array([unit_format(str(u), body) != "mxfp4" for u in units])
+    raw[-1] = np.where(high, 1.5, 0.5)
+
+    def caption(**search):
+        np.savez(offsets, raw=raw, units=units)
+        body["search"] = {"name": "differentiable", "family": "mxfp6_mxfp4"} | search
+        path.write_text(json.dumps(body))
+        return re.search(
+            "<figcaption>(Raw offset.*?)</figcaption>", write_report(folder).read_text()
+        )[1]
+
+    assert caption().endswith("goes from one format to the next.")
+    raw[-1, np.flatnonzero(high)[:3]] = 0.9
+    below = " 3 lines end below the dashed line of their format: "
+    assert caption().endswith(f"{below}the projection to the budget raised them.")
+    raw[-1, np.flatnonzero(~high)[0]] = 1.1
+    both = caption(kept="scores")
+    assert f"{below}what chose after the descent raised them." in both
+    assert both.endswith(
+        " 1 line ends above the dashed line of its format: what chose after the descent lowered it."
+    )
 
 
 def test_terminal_table_has_bits_in_the_units_of_the_budgets():
