@@ -96,6 +96,8 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, scale rule even "
             "for MXFP4."
         )
+    if any(setting.key.stage == _ROUNDED.stage for setting in shown):
+        note += f" {_ROUNDED.stage.capitalize()}: columns as they stand; by activity, the default since, was not measured here."
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
         note += f" At {limits} bits all layers have one format, whatever chose."
