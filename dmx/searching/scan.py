@@ -195,11 +195,10 @@ class Scan:
             for f in formats:
                 self._known.pop(f.name, None)  # lost, and so is their time
             return np.zeros((len(self.space.units), len(formats))), 0
-        for f, file in zip(formats, files, strict=True):
-            self.times.take_over(file, self._known[f.name].seconds)
-        return np.stack(
-            [scores.values for scores in kept if scores is not None], axis=1
-        ), done.pop()
+        known = [self._known[f.name] for f in formats]
+        for file, scores in zip(files, known, strict=True):
+            self.times.take_over(file, scores.seconds)
+        return np.stack([scores.values for scores in known], axis=1), done.pop()
 
     def _not_finite(self, block_format: Format, unit: Unit) -> ModelError:
         """The error of a score that is not finite."""

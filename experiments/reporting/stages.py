@@ -30,7 +30,8 @@ def stage_text(facts: Mapping[str, Any] | None) -> str:
     """Settings of a stage of the weights that are not as by default: `950 steps, lr 0.0001`.
 
     Args:
-        facts: what an assignment says of its weights; those that an older version did not say are as usual.
+        facts: what an assignment says of its weights; those that an older version did not say are as usual, but for the
+            order of GPTQ, which was the natural one.
     """
     name = None if facts is None else facts.get("name")
     if facts is None or (name not in _ROUNDED and name not in LEARNED):

@@ -23,7 +23,7 @@ from .groups import (
 )
 from .html import Html, el, scroll_table
 from .record import Method, Record, TrainingRow, weights_text
-from .texts import bytes_text, nats_text, seconds_text, spread_text, with_minus
+from .texts import SIDES, bytes_text, nats_text, seconds_text, spread_text, with_minus
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,6 @@ COLUMNS = (
 )
 
 
-SIDES = {"W+A": "weights and inputs quantized (W+A)", "W": "weights alone quantized (W)"}
-"""What rows quantize, for a table in which all are alike."""
-
-
 def terminal_table(record: Record) -> Table:
     """The results table for the end of a run, in eighty columns; the same cells as in the report."""
     if record.training_rows:
@@ -145,8 +141,10 @@ def _shortened(groups: Sequence[Group]) -> tuple[Callable[[Method], Method], lis
     for m in methods:
         stages.setdefault(m.weights, set()).add(m.stage)
     alike = {weights: said.pop() for weights, said in stages.items() if len(said) == 1}
-    notes = [SIDES[sides] for sides in quantized if len(quantized) == 1 and sides in SIDES]
-    notes += [f"{weights_text(weights)}: {stage}" for weights, stage in alike.items() if stage]
+    notes = [f"{weights_text(weights)}: {stage}" for weights, stage in alike.items() if stage]
+    if len(quantized) == 1:
+        (sides,) = quantized
+        notes.insert(0, f"{SIDES[sides]} quantized ({sides})")
 
     def short(method: Method) -> Method:
         return replace(

@@ -8,6 +8,9 @@ from typing import Any
 
 from .groups import Statistic
 
+SIDES = {"W+A": "weights and inputs", "W": "weights alone"}
+"""What is quantized, in words."""
+
 
 def number_text(value: float, digits: int = 4) -> str:
     """`digits` significant digits, thousands separated; inf and nan by name."""

@@ -316,7 +316,7 @@ class Bench:
             score_folder=self.run.path("scores"),
         )  # fmt: skip
         self._say_copied(config.name, len(result.history), result.seconds, before)
-        facts: dict[str, Any] = {k: getattr(result, k) for k in ("seconds", "score_seconds")}
+        facts: dict[str, Any] = {"seconds": result.seconds, "score_seconds": result.score_seconds}
         known = result.assignment.search
         because = known.kept_because
         if because and not any(because in warning for warning in result.warnings):

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from ..markdown import markdown
+from ..texts import SIDES
 from .peers_results import (
     SHOWN,
     Kind,
@@ -28,7 +29,6 @@ CLAIMS = {"formats": 1.0, "weights": 5.0}
 NAMES = {"formats": "formats alone", "weights": "finished weights"}
 UNCOUNTED = "brevitas"
 """The peer that no claim is held against: the published dMX, of which no run has had all its steps."""
-SIDES = {"W+A": "weights and inputs", "W": "weights alone"}
 
 
 @dataclass(frozen=True)

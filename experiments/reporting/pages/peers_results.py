@@ -335,7 +335,7 @@ def told(results: Iterable[Result], method: str, kind: Kind) -> Result | None:
 
 
 def untold(result: Result, kind: Kind) -> tuple[bool, bool]:
-    """Whether a method of ours was told another kind: of what is quantized, and of the rule."""
+    """Whether a method was told another kind: of what is quantized, and of the rule."""
     return result.told[0] != kind[0], result.told[1] != kind[1]
 
 

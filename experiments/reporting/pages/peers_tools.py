@@ -8,7 +8,8 @@ from typing import Any
 
 from ..markdown import markdown
 from ..record import Record, Row
-from .peers_against import NAMES, SIDES, Comparison, compared, seconds_of
+from ..texts import SIDES
+from .peers_against import NAMES, Comparison, compared, seconds_of
 from .peers_results import (
     Kind,
     Result,
@@ -42,8 +43,8 @@ def each_tool(results: Sequence[Result]) -> list[str]:
         "## Each other tool, and ours in its place",
         "",
         f"Where most was measured of other tools: {place_text(first.first)}, candidates {candidates(first.family)}, "
-        f"{first.limit:g} bits, {first.tokens[0]:,} calibration tokens; scale rule {rule}, under which most was measured and "
-        "their mean perplexity is lowest. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
+        f"{first.limit:g} bits, {first.tokens[0]:,} calibration tokens; scale rule {rule}, under which most was measured; where "
+        "several have as much, that of their lowest mean perplexity. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
         "negative where ours is lower, ± its standard error, paired by seed; one seed has none. Ours is what the command does by "
         "default for this kind of answer. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
         "finished weights are with the fastest search that chose their formats.",
