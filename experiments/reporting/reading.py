@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dmx.errors import RunError
 
 from .groups import Group
 from .record import Limit, Record, Row
+from .stages import as_called_now
 from .stored import read_json
 
 HISTORY_COLUMNS = (
@@ -39,12 +40,13 @@ class SearchTrace:
 
 
 def read_record(folder: Path) -> Record:
-    """`record.json` of a run folder.
+    """`record.json` of a run folder, its rows called as new ones would be.
 
     Raises:
         RunError: there is none, or it is none of this version.
     """
-    return Record.load(folder / "record.json")
+    record = Record.load(folder / "record.json")
+    return replace(record, results=tuple(map(as_called_now, record.results)))
 
 
 def read_history(path: Path) -> dict[str, np.ndarray] | None:

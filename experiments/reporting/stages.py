@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.learn_config import LearnConfig
 
-from .record import Record, Row, TextFacts
+from .record import Record, Row, TextFacts, TrainingRow
 
+R = TypeVar("R", bound=Row | TrainingRow)
 _FULL_INPUTS = "inputs in full precision"
 LEARNED = {
     "learned": LearnConfig(),
@@ -102,6 +103,13 @@ _ROUNDED: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
     "local_hessian": lambda facts: _calibrated_said(facts, LocalHessianConfig()),
 }
 """Stage that rounds on calibration data -> what is to be said of it."""
+
+
+def as_called_now(row: R) -> R:
+    """A row that was kept, called as a new one would be: earlier versions did not say the order of GPTQ that all theirs had."""
+    if not isinstance(row, Row) or row.method.weights not in _ROUNDED:
+        return row
+    return replace(row, method=replace(row.method, stage=stage_text(row.weights)))
 
 
 # --- the text that was learned from ----------------------------------------------------------------

@@ -4,13 +4,17 @@ import fcntl
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from dmx.errors import RunError
 from dmx.files import temporary_prefix, write_json, write_text
 
+from ..reporting.stored import flatten
 from .provenance import time_text
 
 CONFIG_FILE = "config.yaml"
@@ -61,8 +65,8 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
         write_text(path, config_yaml)
     elif _of_results(settings) != _of_results(config_yaml):
         raise FolderTaken(
-            f"run.folder={folder} holds another run (its config.yaml differs). Choose another "
-            "folder, or delete that one."
+            f"run.folder={folder} holds another run (its config.yaml differs{_differences(settings, config_yaml)}). "
+            "Choose another folder, or delete that one."
         )
     (folder / ERROR_FILE).unlink(missing_ok=True)
 
@@ -76,6 +80,39 @@ def _of_results(config_yaml: str) -> str:
     for name in ("memory", "shard"):
         config_yaml = re.sub(rf"(?m)^(run:\n(?:  .*\n)*?)  {name}: \S+\n", r"\1", config_yaml)
     return re.sub(_OF_ANY_RUNTIME, r"\1floor", config_yaml)
+
+
+_NAMED_SETTINGS = 3
+"""That a message names, of those that differ."""
+
+
+def _differences(there: str, here: str) -> str:
+    """`: gptq.order is natural there, activity here`; empty where the file in the folder cannot be read."""
+    try:
+        held, asked = (yaml.safe_load(_of_results(text)) for text in (there, here))
+    except yaml.YAMLError:
+        return ""
+    if not isinstance(held, dict) or not isinstance(asked, dict):
+        return ""
+    held, asked = flatten(held), flatten(asked)
+    names = [name for name in {**asked, **held} if _said(held, name) != _said(asked, name)]
+    names.sort(key=lambda name: name not in held or name not in asked)  # of both first
+    said = [
+        f"{n} is {_said(held, n)} there, {_said(asked, n)} here" for n in names[:_NAMED_SETTINGS]
+    ]
+    if more := len(names) - len(said):
+        said.append(f"{more} more")
+    return f": {'; '.join(said)}" if said else ""
+
+
+def _said(settings: Mapping[str, Any], name: str) -> str:
+    """A setting as the command line has it."""
+    if name not in settings:
+        return "not set"
+    value = settings[name]
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from dmx.progress import Stopwatch
 from dmx.weights.config import WEIGHTS
 
 from ..reporting.groups import group_rows
+from ..reporting.reading import read_record
 from ..reporting.record import (
     ExportFacts,
     ModelFacts,
@@ -31,6 +32,7 @@ from ..reporting.record import (
     Verdict,
 )
 from ..reporting.report import write_report
+from ..reporting.stages import as_called_now
 from ..reporting.tables import terminal_table
 from ..reporting.verdicts import strongest_notes, verdict_texts, worse_than_uniform
 from ..reporting.zero_shot_tables import zero_shot_terminal
@@ -173,7 +175,7 @@ class Run:
                 raise RunError(
                     f"{path} is damaged ({error}). Delete it to measure again."
                 ) from error
-            return kind.from_dict(body, str(path))
+            return as_called_now(kind.from_dict(body, str(path)))
 
         row = self.processes.agree(kept)
         if row is None:
@@ -245,7 +247,7 @@ class Run:
         if not self.path("record.json").exists():
             return None
         console.print(f"{self.folder} holds this run, finished; showing it again")
-        record = Record.load(self.path("record.json"))
+        record = read_record(self.folder)
         if not self.path("report.html").exists():  # stopped between the two, or deleted since
             self.report(self.folder)
         self.show(record)

@@ -219,6 +219,10 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
     for key, known_values in ((RULE, SCALE_RULES), (INPUTS, alone), (LEARN_INPUTS, alone)):
         if (value := options.get(key, known_values[0])) not in known_values:
             raise RunError(f"--option {key}={value}: there are {', '.join(known_values)}.")
+    if {INPUTS, LEARN_INPUTS} <= options.keys():
+        raise RunError(
+            f"--option {LEARN_INPUTS}: {INPUTS}={options[INPUTS]} leaves inputs alone while learning, too. Leave one out."
+        )
     for key in options.keys() & set(COUNTS):
         if not (options[key].isdecimal() and int(options[key]) > 0):
             raise RunError(f"--option {key}={options[key]} must be a whole number, at least 1")

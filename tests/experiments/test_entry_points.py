@@ -304,7 +304,9 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert [p.name for p in folder.iterdir()] == ["mine"]
     (folder / "config.yaml").write_text("search: {steps: 7}\n")
     code, _, err = run(search, *SEARCH, f"run.folder={folder}")
-    assert code == 2 and "holds another run (its config.yaml differs)" in err
+    assert (
+        code == 2 and "holds another run (its config.yaml differs: search.steps is 7 there, " in err
+    )
     (folder / "config.yaml").write_bytes(b"\xff\xfe")
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
 

@@ -1,5 +1,6 @@
 """Settings on a command line: paths are taken as they are, names that there are not answer with the nearest."""
 
+import re
 import subprocess
 import sys
 
@@ -123,6 +124,29 @@ def test_how_a_model_is_held_is_no_part_of_what_a_folder_is_of(tmp_path):
         assert not is_free_for(tmp_path, other)
         with pytest.raises(FolderTaken, match="holds another run"):
             claim(tmp_path, other)
+
+
+def test_a_folder_of_other_settings_is_refused_by_their_names(tmp_path):
+    def said(**gptq):
+        return OmegaConf.to_yaml({"run": {"folder": "a"}, "gptq": {"damping": 0.01, **gptq}})
+
+    claim(tmp_path / "natural", said(order="natural"))
+    claim(tmp_path / "before", said())
+    with pytest.raises(
+        FolderTaken, match=r"differs: gptq\.order is natural there, activity here\)"
+    ):
+        claim(tmp_path / "natural", said(order="activity"))
+    with pytest.raises(
+        FolderTaken, match=r"differs: gptq\.order is not set there, activity here\)"
+    ):
+        claim(tmp_path / "before", said(order="activity"))
+    many = said(order="activity", damping=None, inputs=True, batches=3, scales="rule")
+    shown = "gptq.damping is 0.01 there, null here; gptq.order is natural there, activity here; gptq.inputs is not set there, true here; 2 more"
+    with pytest.raises(FolderTaken, match=re.escape(shown)):
+        claim(tmp_path / "natural", many)
+    (tmp_path / "before" / "config.yaml").write_text("{")
+    with pytest.raises(FolderTaken, match=r"\(its config\.yaml differs\)"):
+        claim(tmp_path / "before", said())
 
 
 def test_auto_is_floor_where_a_folder_of_before_says_so(tmp_path):

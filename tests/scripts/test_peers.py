@@ -452,6 +452,9 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
     ):
         assert peers.main(["none", "--out", "x", "--peers", "auto_round:sign_round", *more]) == 2
         assert said in capsys.readouterr().err
+    both = ["--peers", "ours_weights:learned", "--option", "inputs=bf16", "learn_inputs=bf16"]
+    assert peers.main(["none", "--out", "x", *both]) == 2
+    assert "learn_inputs: inputs=bf16 leaves inputs alone" in capsys.readouterr().err
 
 
 def test_learned_weights_are_of_what_their_formats_were_told():

@@ -435,6 +435,24 @@ def test_each_other_tool_stands_where_most_was_measured_and_not_where_ours_is_mi
     assert title not in peers_page([ours(3.0)])[0]
 
 
+def test_a_tool_whose_loss_is_not_finite_under_a_rule_stands_under_the_other():
+    title = "Each other tool, and ours in its place"
+
+    def lost(record, *rules):
+        none = {
+            "perplexity": None,
+            "nll": None,
+            "window_nll": None,
+            "reasons": {"nll": "not finite"},
+        }
+        rows = (replace(r, **none) if r.method.scale_rules in rules else r for r in record.rows)
+        return replace(record, results=tuple(rows))
+
+    page, _ = peers_page([ours(2.9), lost(made(3.0, **OTHER), "floor")])
+    assert "; scale rule even, under which" in page and len(section(page, title)) == 1
+    assert title not in peers_page([ours(2.9), lost(made(3.0, **OTHER), *RULES)])[0]
+
+
 def test_words_of_tables_are_explained_before_the_first_that_has_them():
     page, _ = peers_page(
         [beside(ours(3.1, rule="even"), 3), ours(3.0, kinds=("W",)), made(3.0, **OTHER)]

@@ -2,6 +2,7 @@
 carried by the assignment through apply, save, resume and the command line."""
 
 import copy
+import json
 import math
 from dataclasses import replace
 
@@ -720,6 +721,32 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
             compare, *ROUNDING, "budgets=[4.7]", bad, f"run.folder={tmp_path}/bad"
         )
         assert code == 2 and bad.partition("=")[0] in err
+
+
+def test_kept_rows_of_before_the_order_was_said_are_called_as_new_ones(run, rows_of, tmp_path):
+    asked = ["searches=[fisher]", "budgets=[4.7]", "baselines=[]", "weights=[gptq]", "seeds=2"]
+    command = [compare, *ROUNDING, *asked, "gptq.order=natural", f"run.folder={tmp_path}"]
+    code, out, err = run(*command)
+    assert code == 0, err
+    record, *kept = (tmp_path / "record.json", *sorted((tmp_path / "rows").iterdir()))
+    for path in (record, *kept):
+        body = json.loads(path.read_text())
+        for row in body.get("results", [body]):
+            assert row["method"]["stage"] == "natural order, 2 batches"
+            row["method"]["stage"] = "2 batches"
+            del row["weights"]["order"]
+        path.write_text(json.dumps(body))
+    said = "gptq: natural order, 2 batches"
+    code, again, err = run(*command)
+    assert code == 0 and "finished; showing it again" in err
+    assert again == out and said in out
+    (tmp_path / "report.html").unlink()
+    assert run(*command)[0] == 0 and "natural order" in (tmp_path / "report.html").read_text()
+    record.unlink()
+    kept[1].unlink()
+    code, out, err = run(*command)
+    assert code == 0, err
+    assert [r.label for r in rows_of(tmp_path)] == ["fisher + gptq, natural order, 2 batches"] * 2
 
 
 COMMAND = [

@@ -28,10 +28,9 @@ HEAD = ("your tool", "gives", "its s", "ours", "our s")
 def each_tool(results: Sequence[Result]) -> list[str]:
     """The section; nothing where no method of another tool has an answer of ours beside it."""
     place, asked = _most_measured(results)
-    others = [r for r in asked if not r.is_ours]
-    if not others:
+    rule = _best_rule([r for r in asked if not r.is_ours])
+    if rule is None:
         return []
-    rule = _best_rule(others)
     rows = sorted(_rows(asked, rule, place), key=_order)
     if not rows:
         return []
@@ -67,13 +66,14 @@ def _most_measured(results: Sequence[Result]) -> tuple[list[Result], list[Result
     )
 
 
-def _best_rule(others: Sequence[Result]) -> str:
-    """The scale rule that most was measured under; of several that of the lowest mean."""
+def _best_rule(others: Sequence[Result]) -> str | None:
+    """The scale rule that most was measured under; of several that of the lowest mean. None where no loss was finite."""
     levels: dict[str, list[float]] = {}
     for result in others:
         for kind in result.kinds:
-            levels.setdefault(kind[1], []).extend(result.perplexities(kind).values())
-    return min(levels, key=lambda rule: (-len(levels[rule]), mean(levels[rule])))
+            if values := result.perplexities(kind).values():
+                levels.setdefault(kind[1], []).extend(values)
+    return min(levels, key=lambda rule: (-len(levels[rule]), mean(levels[rule])), default=None)
 
 
 def _rows(
