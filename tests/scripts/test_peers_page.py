@@ -10,6 +10,7 @@ from experiments.reporting.pages import peers_against
 from experiments.reporting.pages.peers import peers_page
 from experiments.reporting.pages.peers_results import results_of
 from experiments.reporting.record import Device
+from scripts.peers.tools import PEERS
 
 from ..experiments.helpers import answers, method, record, row, text
 
@@ -451,6 +452,17 @@ def test_a_tool_whose_loss_is_not_finite_under_a_rule_stands_under_the_other():
     page, _ = peers_page([ours(2.9), lost(made(3.0, **OTHER), "floor")])
     assert "; scale rule even, under which" in page and len(section(page, title)) == 1
     assert title not in peers_page([ours(2.9), lost(made(3.0, **OTHER), *RULES)])[0]
+
+
+def test_our_gptq_of_before_blocks_were_ordered_says_natural_order():
+    own = {"peer": "ours_weights", "name": "gptq", "gives": "weights"}
+    now = made(3.0, **own, label=PEERS["ours_weights"].methods["gptq"].label)
+    told_w = made(3.2, **own, label="dmx GPTQ, told W", option={"inputs": "bf16"})
+    page, _ = peers_page([now, made(3.1, **own, label="dmx GPTQ", seed=1), told_w])
+    for label in ("blocks by activity", "natural order", "natural order, told W"):
+        assert (
+            f"| dmx GPTQ, {label} (weights) |" in page and f"- dmx GPTQ, {label} (tool 1)" in page
+        )
 
 
 def test_words_of_tables_are_explained_before_the_first_that_has_them():

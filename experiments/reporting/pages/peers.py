@@ -14,6 +14,7 @@ from .peers_results import (
     Kind,
     Result,
     by_place,
+    called,
     candidates,
     label_of,
     mean_text,
@@ -245,6 +246,6 @@ def _notes(records: Sequence[Record]) -> list[str]:
         }
         said = ", ".join(f"{k} {v}" for k, v in peers.items())
         notes = (*record.actual["notes"], *(f"cannot: {text}" for text in record.actual["cannot"]))
-        text = f"- {record.actual['label']} ({said})" + "".join(f"; {note}" for note in notes) + "."
+        text = f"- {called(record)} ({said})" + "".join(f"; {note}" for note in notes) + "."
         seen[text] = None
     return lines + list(seen)

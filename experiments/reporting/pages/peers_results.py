@@ -33,6 +33,8 @@ RULE, INPUTS = "rule", "inputs"
 """Options of what a method was told: the scale rule, of ours alone, and that inputs are left alone."""
 UNTOLD = "floor"
 """The rule of ours where it is not given."""
+_NATURAL = "dmx GPTQ"
+"""What records call it that were made before it ordered blocks, which the label has said since."""
 MAY_DIFFER = ("peer torch", "peer transformers")
 """Versions that may differ between seeds; the tool's own may not."""
 
@@ -108,7 +110,15 @@ def label_of(record: Record) -> str:
     """The method, and what it was set to; not what tells machines apart (folders)."""
     numbers = [f"{k}={v}" for k, v in _options(record).items() if str(v).isdigit()]
     notes = ["amp off"] if any("amp off" in note for note in record.actual["notes"]) else []
-    return ", ".join([record.actual["label"], *numbers, *notes])
+    return ", ".join([called(record), *numbers, *notes])
+
+
+def called(record: Record) -> str:
+    """The method, as the record calls it."""
+    label = str(record.actual["label"])
+    if label.partition(", told ")[0] == _NATURAL:
+        label = label.replace(_NATURAL, f"{_NATURAL}, natural order")
+    return label
 
 
 def _options(record: Record) -> Mapping[str, Any]:
