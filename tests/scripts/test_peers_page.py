@@ -424,6 +424,15 @@ def test_each_other_tool_has_a_row_with_what_was_told_what_a_column_is_of():
     assert page.index("## Each other tool") < page.index("## Against the best other tool")
 
 
+def test_the_best_other_tool_was_told_what_a_column_is_of_too():
+    both = {"kinds": ("W+A", "W")}
+    theirs = [made(n, **OTHER, seed=s, **both) for s, n in enumerate((3.0, 3.0))]
+    alone = made(2.7, **OTHER | TOLD_W, **both)
+    page, _ = peers_page([*theirs, alone, *(ours(2.9, seed=s, **both) for s in range(2))])
+    inputs, weights = (f"{100 * math.expm1(d):+.1f}" for d in (-0.1, 0.2))
+    assert f"| 2; 1 | {inputs} ± 0.0 | {inputs} ± 0.0 (told floor) | {weights} (told W+A) |" in page
+
+
 def test_each_other_tool_stands_where_most_was_measured_and_not_where_ours_is_missing():
     title = "Each other tool, and ours in its place"
     few = [made(2.0, **OTHER, tokens=512), ours(3.0, tokens=512)]

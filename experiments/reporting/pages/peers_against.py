@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Any
@@ -111,13 +111,23 @@ def compared(
     )
 
 
+def others_told(results: Iterable[Result], kind: Kind) -> list[Result]:
+    """Of each method of another tool that was measured in the kind, what was told whether inputs are quantized, else the other;
+    of several that of most seeds."""
+    methods: dict[str, list[Result]] = {}
+    for result in results:
+        if not result.is_ours and result.perplexities(kind):
+            methods.setdefault(result.title, []).append(result)
+    return [min(of, key=lambda r: (untold(r, kind)[0], -len(r.seeds))) for of in methods.values()]
+
+
 def best_compared(ours: Result, kind: Kind, results: Sequence[Result]) -> Comparison | None:
     """With the other tool whose mean, over the seeds that it shares with ours, is lowest; None where there is none.
 
     Args:
         results: of one place.
     """
-    others = (r for r in results if not r.is_ours and r.request == ours.request)
+    others = others_told((r for r in results if r.request == ours.request), kind)
     found = [c for r in others if (c := compared(ours, r, kind, results)) is not None]
     return min(found, key=lambda c: c.levels[1], default=None)
 
@@ -200,7 +210,7 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "",
         "Perplexity of ours minus that of the other tool that is best under the rule, % of the latter's: means over the "
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
-        "stands what was told that rule, and under W what was told W, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
+        "stands what was told that rule, and under W+A and W what was told so, of ours and of other tools, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
         "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against the published dMX no "
         "place is counted above: no run of it has had all its steps.",
         *tables,

@@ -9,9 +9,8 @@ from typing import Any
 from ..markdown import markdown
 from ..record import Record, Row
 from ..texts import SIDES
-from .peers_against import NAMES, Comparison, compared, seconds_of
+from .peers_against import NAMES, Comparison, compared, others_told, seconds_of
 from .peers_results import (
-    Kind,
     Result,
     by_place,
     candidates,
@@ -19,7 +18,6 @@ from .peers_results import (
     kind_of,
     measured_of,
     place_text,
-    untold,
 )
 
 HEAD = ("your tool", "gives", "its s", "ours", "our s")
@@ -88,17 +86,11 @@ def _rows(
         row = {}
         for quantized in SIDES:
             kind = (quantized, rule)
-            ours, other = default(asked, gives, kind), _told(of, kind)
-            if ours and other and (comparison := compared(ours, other, kind, place)):
+            ours, others = default(asked, gives, kind), others_told(of, kind)
+            if ours and others and (comparison := compared(ours, others[0], kind, place)):
                 row[quantized] = comparison
         if row:
             yield row
-
-
-def _told(of: Sequence[Result], kind: Kind) -> Result | None:
-    """Of one method, what was told whether inputs are quantized, else the other; of several that of most seeds."""
-    measured = [r for r in of if r.perplexities(kind)]
-    return min(measured, key=lambda r: (untold(r, kind)[0], -len(r.seeds)), default=None)
 
 
 def _order(row: Mapping[str, Comparison]) -> tuple[int, float]:
