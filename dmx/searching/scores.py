@@ -44,6 +44,11 @@ class ScoreFile:
         """Of all scans."""
         return Cache(self.folder, SCHEMA, "score file", "scan again")
 
+    @property
+    def name(self) -> str:
+        """Tells it from others, also where nothing is kept."""
+        return json.dumps(self.key, sort_keys=True)
+
     def load(self) -> Scores | None:
         """What was kept; None without a file.
 
@@ -76,11 +81,10 @@ class ScoreTimes:
 
     def take_over(self, file: ScoreFile, seconds: float) -> None:
         """Scores were kept."""
-        name = json.dumps(file.key, sort_keys=True)
-        if name not in self._seconds:
+        if file.name not in self._seconds:
             self.clock.before += seconds
-            self._seconds[name] = seconds
+            self._seconds[file.name] = seconds
 
     def spend(self, file: ScoreFile, seconds: float) -> None:
         """Scores were measured, which took so long so far; the clock ran meanwhile."""
-        self._seconds[json.dumps(file.key, sort_keys=True)] = seconds
+        self._seconds[file.name] = seconds

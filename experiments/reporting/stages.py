@@ -19,6 +19,8 @@ from .record import Record, Row, TextFacts, TrainingRow
 
 R = TypeVar("R", bound=Row | TrainingRow)
 _FULL_INPUTS = "inputs in full precision"
+NATURAL_ORDER = "natural order"
+"""Of GPTQ's columns, which all had before blocks were ordered by activity."""
 LEARNED = {
     "learned": LearnConfig(),
     "learned_scales": LearnConfig(train="scales"),
@@ -93,7 +95,7 @@ def _gptq_said(facts: Mapping[str, Any]) -> dict[str, bool]:
     return {
         f"damping {damping:g}": damping != usual.damping,
         "scales searched": facts.get("scales") == "search",
-        "natural order": facts.get("order", "natural") == "natural",
+        NATURAL_ORDER: facts.get("order", "natural") == "natural",
         **_calibrated_said(facts, usual),
     }
 

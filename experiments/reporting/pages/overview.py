@@ -18,15 +18,14 @@ from ..pooling import (
     unquantized,
 )
 from ..record import USUAL_FAMILY, Limit, Method, Record
-from ..stages import LEARNED
+from ..stages import LEARNED, NATURAL_ORDER
 from .cells import best_heuristic, formats_of, mean_perplexity
 from .glance import Setting, inputs_notes, only_format, settings_of
 
 README_LIMITS = (4.0, 4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
 _DMX = Method(search="differentiable", quantized="W+A", family=USUAL_FAMILY, units="layer")
-_ROUNDED = replace(_DMX, weights="gptq", stage="natural order")
-"""Measured before blocks were ordered by activity."""
+_ROUNDED = replace(_DMX, weights="gptq", stage=NATURAL_ORDER)
 _LEARNED = Method(
     search="joint",
     weights="learned",
@@ -96,8 +95,8 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, scale rule even "
             "for MXFP4."
         )
-    if any(setting.key.stage == _ROUNDED.stage for setting in shown):
-        note += f" {_ROUNDED.stage.capitalize()}: columns as they stand; by activity, the default since, was not measured here."
+    if any(setting.key.stage == NATURAL_ORDER for setting in shown):
+        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand; by activity, the default since, was not measured here."
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
         note += f" At {limits} bits all layers have one format, whatever chose."

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..groups import Group
 from ..record import Record, Row
+from ..stages import NATURAL_ORDER
 
 OURS = ("ours", "ours_weights")
 """Peers that are this project."""
@@ -117,7 +118,7 @@ def called(record: Record) -> str:
     """The method, as the record calls it."""
     label = str(record.actual["label"])
     if label.partition(", told ")[0] == _NATURAL:
-        label = label.replace(_NATURAL, f"{_NATURAL}, natural order")
+        label = label.replace(_NATURAL, f"{_NATURAL}, {NATURAL_ORDER}")
     return label
 
 

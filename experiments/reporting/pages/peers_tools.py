@@ -78,19 +78,17 @@ def _rows(
     asked: Sequence[Result], rule: str, place: Sequence[Result]
 ) -> Iterator[Mapping[str, Comparison]]:
     """Of each method of another tool, by what is quantized."""
-    methods: dict[tuple[str, str], list[Result]] = {}
-    for result in asked:
-        if not result.is_ours:
-            methods.setdefault((result.gives, result.title), []).append(result)
-    for (gives, _), of in methods.items():
-        row = {}
+    for gives in NAMES:
+        of = [r for r in asked if r.gives == gives]
+        rows: dict[str, dict[str, Comparison]] = {}
         for quantized in SIDES:
             kind = (quantized, rule)
-            ours, others = default(asked, gives, kind), others_told(of, kind)
-            if ours and others and (comparison := compared(ours, others[0], kind, place)):
-                row[quantized] = comparison
-        if row:
-            yield row
+            if (ours := default(asked, gives, kind)) is None:
+                continue
+            for other in others_told(of, kind):
+                if comparison := compared(ours, other, kind, place):
+                    rows.setdefault(other.title, {})[quantized] = comparison
+        yield from rows.values()
 
 
 def _order(row: Mapping[str, Comparison]) -> tuple[int, float]:
