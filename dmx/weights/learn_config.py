@@ -17,8 +17,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 FEWEST_TO_HOLD = 8
 """Batches, one of which is held back; below, none is unless it is asked for."""
-MANY_PASSES = 20
-"""Over a text: from here on what learns is likely to learn the text by heart."""
+PASSES = 10
+"""Over the batches that are learned from, where no number of steps is given: fewer are as good for some formats, and
+from 20 on text that is not learned from loses (docs/lab-notes/weights.md)."""
+MOST_STEPS = 600
+"""Where no number of steps is given."""
+MANY_PASSES = 2 * PASSES
+"""A warning says from here on that what learns is likely to learn the text by heart."""
 IDLE = {
     "weights": ("scale_lr",),
     "scales": ("lr", "masters", "block_steps"),
@@ -31,8 +36,9 @@ IDLE = {
 class LearnConfig:
     """How weights learn; used where `weights` says learned."""
 
-    steps: int = 600
-    """End to end, one batch a step; 0 only with `block_steps`."""
+    steps: int | None = None
+    """End to end, one batch a step; 0 only with `block_steps`. null = PASSES over the batches that are learned from,
+    MOST_STEPS at most; none of train=rounding."""
     block_steps: int = 0
     """Steps in which each decoder block learns by itself before that, on at most so many batches; see
     `learned_blocks`. Only one block has masters and moments at a time."""
@@ -99,7 +105,7 @@ class LearnConfig:
             ("checkpoint_every", 1),
         ):
             value = getattr(self, name)
-            if name in ("held_batches", "micro_batch") and value is None:
+            if name in ("steps", "held_batches", "micro_batch") and value is None:
                 continue
             if type(value) is not int or value < low:
                 raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
@@ -117,7 +123,7 @@ class LearnConfig:
                 )
         if self.train == "rounding" and (self.steps or not self.block_steps):
             raise RunError(
-                f"learn.train=rounding with learn.steps={self.steps} learn.block_steps={self.block_steps}: roundings "
+                f"learn.train=rounding with learn.steps={self._steps_text} learn.block_steps={self.block_steps}: roundings "
                 "learn block by block alone. Set learn.block_steps=200 learn.steps=0."
             )
 
@@ -145,9 +151,9 @@ class LearnConfig:
 
     def check_by_block(self) -> None:
         """Refuse what a model that is held block by block cannot do; RunError."""
-        if self.steps:
+        if self.steps != 0 and self.train != "rounding":
             raise RunError(
-                f"learn.steps={self.steps}: masters, moments and gradients of all weights lie on the device in steps end to "
+                f"learn.steps={self._steps_text}: masters, moments and gradients of all weights lie on the device in steps end to "
                 "end, and the model is held block by block (run.memory=block). Use learn.block_steps=200 learn.steps=0, "
                 "or run.memory=all."
             )
@@ -177,17 +183,32 @@ class LearnConfig:
             "cuda_graph": self.cuda_graph == "on",
         }
         # Roundings take no such steps.
+        takes_none = self.steps == 0 or self.train == "rounding"
         more = "" if self.train == "rounding" else ", or set learn.steps > 0"
         for name, is_asked in asked.items():
-            if self.steps == 0 and is_asked:
+            if takes_none and is_asked:
                 raise RunError(
-                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps=0 "
+                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps={self._steps_text} "
                     f"takes none. Leave learn.{name} out{more}."
                 )
 
-    def rate(self, step: int) -> float:
+    @property
+    def _steps_text(self) -> str:
+        return "null" if self.steps is None else str(self.steps)
+
+    def steps_for(self, learned: int) -> int:
+        """Steps end to end.
+
+        Args:
+            learned: batches to learn from.
+        """
+        if self.train == "rounding":
+            return 0
+        return min(MOST_STEPS, PASSES * learned) if self.steps is None else self.steps
+
+    def rate(self, step: int, steps: int) -> float:
         """Learning rate of a step, 0 to steps - 1."""
-        return warm_cosine(step, self.steps, self.peak_rate, self.warmup)
+        return warm_cosine(step, steps, self.peak_rate, self.warmup)
 
     def held_of(self, batches: int) -> int:
         """How many of so many batches are not learned from."""
@@ -215,13 +236,15 @@ class LearnConfig:
             learned, held: as `split` gives them.
         """
         count, tokens = len(learned), sum(batch.numel() for batch in learned)
-        for name in ("block_steps", "steps"):
-            steps = getattr(self, name)
+        for name, steps, ten in (
+            ("block_steps", self.block_steps, f"learn.block_steps={PASSES * count}"),
+            ("steps", self.steps_for(count), f"learn.steps={PASSES * count}, which null takes"),
+        ):
             if steps > MANY_PASSES * count:
                 warnings.warn(
-                    f"learn.{name}={steps} on {count} batches, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
+                    f"learn.{name}={steps} on {count} batch{'es' * (count > 1)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
                     f"than {MANY_PASSES}, and so few tokens are learned by heart. Give more text (data.training, "
-                    f"training.batches), or fewer steps (learn.{name}={MANY_PASSES * count}).",
+                    f"training.batches), or fewer steps ({ten}).",
                     stacklevel=1,  # a place in this package, whose warnings a run keeps
                 )
         if not held and self.held_batches is None:
@@ -232,21 +255,23 @@ class LearnConfig:
                 stacklevel=1,
             )
 
-    def warn_where_not_better(self, before: float, after: float, held: int) -> None:
+    def warn_where_not_better(self, before: float, after: float, learned: int, held: int) -> None:
         """Where what learned is no better than what it started from, on text that it did not learn from.
 
         Args:
-            before, after: KL, nats/token. held: batches held back that both were measured on; 0: on the first of those
+            before, after: KL, nats/token.
+            learned: batches learned from. held: batches held back that both were measured on; 0: on the first of those
                 learned from, which a search may have chosen the formats by, too, so that they show nothing of the sort.
         """
         if not held or after < before:
             return
-        steps = "steps" if self.steps else "block_steps"
+        steps = self.steps_for(learned)
+        fewer = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
         rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
         warnings.warn(
-            f"learn.train={self.train}: KL on {held} batches held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
+            f"learn.train={self.train}: KL on {held} batch{'es' * (held > 1)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
             "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
             "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer "
-            f"steps (learn.{steps}={getattr(self, steps)}){rate}.",
+            f"steps ({fewer}){rate}.",
             stacklevel=1,
         )

@@ -123,11 +123,12 @@ class _Learning:
 
     def __post_init__(self) -> None:
         config = self.config
+        self.steps = config.steps_for(len(self.batches))
         self.device = self.masters.values.device
         self.processes = Processes(self.device)
         self.micro = MicroBatch(config.micro_batch, config.oom, "learn")
         self.optimizer = AdamW(self.masters.values, STATES[config.optimizer_state], config.seed)
-        self.history = torch.zeros(config.steps, 2, device=self.device)
+        self.history = torch.zeros(self.steps, 2, device=self.device)
         self.uses_graph = self._decide_on_graph()
         first = self._own(self.batches[0])
         self.objective = objective_of(self.model, first, set(self.masters.places))
@@ -184,7 +185,7 @@ class _Learning:
         def make() -> Tensor:
             (reference,) = self._graphed("reference", self._reference, tokens)
             if kept.keeps is None:
-                left = self.config.steps - self.step
+                left = self.steps - self.step
                 together = self.processes if self.masters.rows else None
                 kept.decide(reference.nbytes, left, self.device, together)
             return reference
@@ -226,7 +227,7 @@ class _Learning:
             loss = self.processes.mean(loss)
         norm = self.optimizer.step_clipped(
             self.masters.descent(),
-            self.config.rate(self.step),
+            self.config.rate(self.step, self.steps),
             self.config.max_norm,
             self.processes,
             in_pieces=bool(self.masters.rows),
@@ -293,10 +294,10 @@ class _Learning:
         look_every = 1 if self.device.type == "cpu" else LOOK_EVERY
         name = "learn end to end, 2 of 2" if config.block_steps else "learn"
         with (
-            progress(name, config.steps, done=self.step) as advance,
+            progress(name, self.steps, done=self.step) as advance,
             _deferred_interrupts() as interrupts,
         ):
-            if self.step < config.steps:
+            if self.step < self.steps:
                 self._learn(advance, look_every, interrupts)
         self.check_finite()
         self.kl_after = self.measure(measured)
@@ -307,7 +308,7 @@ class _Learning:
         config, note = self.config, ""
         for index in batch_order(len(self.batches), config.seed, self.step):
             self._update(self._loss_of(index))
-            is_last = self.step == config.steps
+            is_last = self.step == self.steps
             stops = self._stops(interrupts)
             if self.step % look_every == 0 or is_last or stops:
                 self.check_finite()
@@ -410,7 +411,7 @@ def learn_weights(
             )
             blocks.run()
             facts |= {"kl_before": blocks.kl_before, "kl_blocks": blocks.kl_after}
-        if config.steps:
+        if config.steps_for(len(learned)):
             masters = _what_learns(
                 config, weights, assignment, {} if blocks is None else blocks.kept
             )
@@ -430,7 +431,7 @@ def learn_weights(
         elif blocks is not None:
             weights |= blocks.kept
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
-        config.warn_where_not_better(facts["kl_before"], facts["kl_after"], len(held))
+        config.warn_where_not_better(facts["kl_before"], facts["kl_after"], len(learned), len(held))
         stored = _store(result or weights.__getitem__, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
@@ -467,9 +468,10 @@ def _facts(
     Args:
         rules: whose scale rules offsets of rounding start from.
     """
+    steps = config.steps_for(len(learned))
     facts: dict[str, Any] = {
         "name": LEARNED_NAMES[config.train],
-        "steps": config.steps,
+        "steps": steps,
         "lr": config.peak_rate,
         "warmup": config.warmup,
         "max_norm": config.max_norm,
@@ -479,7 +481,7 @@ def _facts(
         "optimizer_state": config.optimizer_state,
         "batches": len(learned),
         "held_batches": len(held),
-        "tokens": (config.steps + config.block_steps) * learned[0].numel(),
+        "tokens": (steps + config.block_steps) * learned[0].numel(),
     }
     facts |= {"block_steps": config.block_steps} if config.block_steps else {}
     if config.train != "rounding":

@@ -102,6 +102,7 @@ class BlockLearning:
         self.processes = Processes(self.device)
         used = list(self.learned[: self.config.block_steps])
         self.n_used = len(used)
+        self.steps_after = self.config.steps_for(len(self.learned))
         own = [self.processes.own_rows(batch) for batch in [*used, *self.measured]]
         self.traversal = Traversal(self.model, own)
         replay = PrefixReplay(self.model)
@@ -161,9 +162,9 @@ class BlockLearning:
         blocks, steps = self.parts.keys() - {-1}, self.config.block_steps
         paths = (self.states.of(block).path for block in blocks)
         done = sum(path is not None and path.exists() for path in paths)
-        name = "learn blocks, 1 of 2" if self.config.steps else "learn blocks"
+        name = "learn blocks, 1 of 2" if self.steps_after else "learn blocks"
         # A step end to end goes through all blocks.
-        after = self.config.steps * len(self.traversal.blocks)
+        after = self.steps_after * len(self.traversal.blocks)
         return progress(name, len(blocks) * steps, done=done * steps, after=after)
 
     def _part(
@@ -195,7 +196,7 @@ class BlockLearning:
                     self.clock.before = state.facts["seconds"]
                 except (KeyError, RuntimeError) as error:
                     raise file.damaged(error) from error
-            kept = masters.values if self.config.steps else masters.seen
+            kept = masters.values if self.steps_after else masters.seen
             if state is None and self.processes.is_main:
                 facts = {"block": block, "seconds": self.clock.seconds}
                 file.save(State(facts, {"weights": kept}))

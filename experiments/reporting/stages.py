@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dmx.weights.config import GptqConfig, LocalHessianConfig
-from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learn_config import MOST_STEPS, LearnConfig
 
 from .record import Record, Row, TextFacts, TrainingRow
 
@@ -51,13 +51,15 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     def of(name: str, default: Any) -> Any:
         return facts.get(name, default)
 
-    steps, blocks = of("steps", usual.steps), of("block_steps", usual.block_steps)
+    # Versions that did not say the number of batches took as many steps whatever there was.
+    usual_steps = usual.steps_for(facts["batches"]) if "batches" in facts else MOST_STEPS
+    steps, blocks = of("steps", usual_steps), of("block_steps", usual.block_steps)
     rate, norm = of("lr", usual.peak_rate), of("max_norm", usual.max_norm)
     warmup, masters = of("warmup", usual.warmup), of("masters", usual.masters)
     moments = of("optimizer_state", usual.optimizer_state)
     said = {
         f"{blocks} steps a block": blocks != usual.block_steps,
-        f"{steps} steps": steps != usual.steps,
+        f"{steps} steps": steps != usual_steps,
         f"lr {rate:g}": rate != usual.peak_rate,
         f"warm-up {warmup}": warmup != usual.warmup,
         f"norm {norm:g}": norm != usual.max_norm,
@@ -108,8 +110,9 @@ _ROUNDED: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
 
 
 def as_called_now(row: R) -> R:
-    """A row that was kept, called as a new one would be: earlier versions did not say the order of GPTQ that all theirs had."""
-    if not isinstance(row, Row) or row.method.weights not in _ROUNDED:
+    """A row that was kept, called as a new one would be: earlier versions did not say the order of GPTQ that all theirs had,
+    nor 600 learning steps, which all took whatever text there was."""
+    if not isinstance(row, Row) or row.method.weights not in _ROUNDED.keys() | LEARNED.keys():
         return row
     return replace(row, method=replace(row.method, stage=stage_text(row.weights)))
 

@@ -176,9 +176,9 @@ class Pace:
         self.bench, run = bench, bench.run
         first = bench.batches(plan.search.seed)[0]
         self.tokens = run.processes.own_rows(first).to(run.device)
-        self.stages = expected_stages(
-            plan, sizes_of(bench, plan), bench.learn.steps + bench.learn.block_steps
-        )
+        sizes, learn = sizes_of(bench, plan), bench.learn
+        learning_steps = learn.steps_for(sizes.learned_batches) + learn.block_steps
+        self.stages = expected_stages(plan, sizes, learning_steps)
         self.unknown = [
             name for name, asked in (
                 ("the polish", plan.search.polish.count > 0),

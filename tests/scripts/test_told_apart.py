@@ -210,8 +210,11 @@ def test_a_run_with_rows_of_several_settings_labels_them_itself():
 
 def test_usual_settings_are_the_defaults_and_go_without_saying():
     usual = LearnConfig()
-    facts = {"steps": usual.steps, "lr": usual.lr, "batches": 7, "held_batches": 1}
-    assert stage_text({"name": "learned", **facts}) == stage_text({"name": "learned"}) == ""
+    facts = {"name": "learned", "lr": usual.lr, "batches": 7, "held_batches": 1}
+    assert stage_text(facts | {"steps": 70}) == stage_text({"name": "learned"}) == ""
+    # All took 600 once, also on so few batches.
+    assert stage_text(facts | {"steps": 600}) == "600 steps"
+    assert stage_text(facts | {"steps": 600, "batches": 93, "held_batches": 4}) == ""
     scales = {"name": "learned_scales", "lr": usual.scale_lr}
     assert stage_text(scales) == "" and stage_text(scales | {"lr": usual.lr}) == "lr 0.0002"
     assert stage_text(None) == stage_text({"name": "mse"}) == ""

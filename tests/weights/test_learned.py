@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load
 
 import dmx
@@ -135,10 +137,14 @@ def said(config, count=8):
 def test_little_text_is_warned_of_before_anything_learns():
     (often,) = said(LearnConfig(steps=141))
     assert "learn.steps=141 on 7 batches, 448 tokens: each is seen 20 times, more than 20" in often
-    assert "(data.training, training.batches), or fewer steps (learn.steps=140)" in often
-    assert said(LearnConfig(steps=140)) == []
+    assert (
+        "(data.training, training.batches), or fewer steps (learn.steps=70, which null takes)"
+        in often
+    )
+    assert said(LearnConfig(steps=140)) == [] == said(LearnConfig())
     (blocks,) = said(LearnConfig(steps=0, block_steps=200))
     assert "learn.block_steps=200 on 7 batches" in blocks
+    assert blocks.endswith("fewer steps (learn.block_steps=70).")
     (unheld,) = said(LearnConfig(steps=7), 7)
     assert "7 batches to learn from are too few to hold one back (from 8 on one is)" in unheld
     assert (
@@ -146,6 +152,28 @@ def test_little_text_is_warned_of_before_anything_learns():
         == []
         == said(LearnConfig(steps=7, held_batches=1))
     )
+
+
+@given(batches=st.integers(1, 2000), steps=st.integers(1, 2000))
+def test_steps_follow_the_batches_where_none_are_given(batches, steps):
+    assert LearnConfig().steps_for(batches) == min(600, 10 * batches)
+    assert LearnConfig(steps=steps).steps_for(batches) == steps
+    assert LearnConfig(train="rounding", block_steps=steps).steps_for(batches) == 0
+
+
+def test_without_a_number_of_steps_each_batch_is_seen_ten_times(tiny_random):
+    model, batches = tiny_random.model, BATCHES[:3]
+
+    def learned(**settings):
+        config = LearnConfig(warmup=2, held_batches=1, **settings)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return learn_weights(model, uniform(model), batches, config).weights
+
+    facts = learned()
+    assert (facts["steps"], facts["batches"]) == (20, 2)
+    assert facts == learned(steps=20)
+    assert learned(block_steps=3)["tokens"] == 23 * batches[0].numel()
 
 
 def test_weights_that_are_no_better_than_those_before_are_warned_of(tiny_random):
@@ -160,7 +188,7 @@ def test_weights_that_are_no_better_than_those_before_are_warned_of(tiny_random)
         return facts, [str(w.message) for w in noted if "no better" in str(w.message)]
 
     facts, (text,) = learned(held=1)
-    assert "KL on 1 batches held back was " in text
+    assert "KL on 1 batch held back was " in text
     assert f"was {facts['kl_before']:.4f} nats/token before and is {facts['kl_after']:.4f}" in text
     assert "weights=nearest" in text and "learn.steps=2" in text and "data.training" in text
     # What was learned from, and a search chose formats by, shows nothing of other text.
@@ -347,10 +375,10 @@ def test_stochastic_rounding_keeps_the_mean_and_exact_values():
 
 def test_the_rate_warms_up_and_falls_to_zero():
     config = LearnConfig(steps=100, warmup=10, lr=1.0)
-    rates = [config.rate(i) for i in range(100)]
+    rates = [config.rate(i, 100) for i in range(100)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0 < rates[-1] < 1e-3
-    assert LearnConfig(steps=5, warmup=0).rate(0) == 2e-4
+    assert LearnConfig(steps=5, warmup=0).rate(0, 5) == 2e-4
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from dmx.weights.learn_config import MOST_STEPS
+
 from ..groups import Group, group_rows
 from ..markdown import markdown
 from ..pooling import (
@@ -18,7 +20,7 @@ from ..pooling import (
     unquantized,
 )
 from ..record import USUAL_FAMILY, Limit, Method, Record
-from ..stages import LEARNED, NATURAL_ORDER
+from ..stages import NATURAL_ORDER
 from .cells import best_heuristic, formats_of, mean_perplexity
 from .glance import Setting, inputs_notes, only_format, settings_of
 
@@ -92,7 +94,7 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
     )
     if any(setting.key.weights == "learned" for setting in shown):
         note += (
-            f" Weights learned in {LEARNED['learned'].steps} steps where nothing else is said, scale rule even "
+            f" Weights learned in {MOST_STEPS} steps where nothing else is said, scale rule even "
             "for MXFP4."
         )
     if any(setting.key.stage == NATURAL_ORDER for setting in shown):

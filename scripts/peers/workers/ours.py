@@ -101,11 +101,16 @@ def weights(cell: Cell, model: Any) -> None:
     else:
         rows = math.gcd(len(cell.tokens), ROWS)
         batches = list(cell.tokens.cpu().split(rows))
-        steps = int(asked.options.get("learn_steps", LearnConfig.steps))
+        steps = asked.options.get("learn_steps")
         has_inputs = LEARN_INPUTS not in asked.options
-        config = LearnConfig(steps=steps, seed=asked.seed, inputs=has_inputs)
+        config = LearnConfig(
+            steps=None if steps is None else int(steps), seed=asked.seed, inputs=has_inputs
+        )
         done = cell.timed(lambda: learn_weights(model, formats, batches, config))
-        cell.notes.append(f"{steps} steps of {rows} rows, over the given tokens again and again")
+        assert done.weights is not None
+        cell.notes.append(
+            f"{done.weights['steps']} steps of {rows} rows, over the given tokens again and again"
+        )
     peak = cell.peak()
     cell.save_weights(
         {
