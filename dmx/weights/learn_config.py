@@ -104,11 +104,17 @@ class LearnConfig:
             ("micro_batch", 1),
             ("checkpoint_every", 1),
         ):
-            value = getattr(self, name)
-            if name in ("steps", "held_batches", "micro_batch") and value is None:
+            value, may_be_null = (
+                getattr(self, name),
+                name in ("steps", "held_batches", "micro_batch"),
+            )
+            if value is None and may_be_null:
                 continue
             if type(value) is not int or value < low:
-                raise RunError(f"learn.{name}={value!r} must be a whole number, at least {low}")
+                more = ", or null" if may_be_null else ""
+                raise RunError(
+                    f"learn.{name}={value!r} must be a whole number, at least {low}{more}"
+                )
         self._check_end_to_end()
         self._check_train()
 
@@ -182,13 +188,14 @@ class LearnConfig:
             "keep_reference": self.keep_reference == "on",
             "cuda_graph": self.cuda_graph == "on",
         }
-        # Roundings take no such steps.
-        takes_none = self.steps == 0 or self.train == "rounding"
-        more = "" if self.train == "rounding" else ", or set learn.steps > 0"
+        if self.train == "rounding":
+            none, more = "learn.train=rounding", ""
+        else:
+            none, more = "learn.steps=0", ", or set learn.steps > 0"
         for name, is_asked in asked.items():
-            if takes_none and is_asked:
+            if (self.steps == 0 or self.train == "rounding") and is_asked:
                 raise RunError(
-                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and learn.steps={self._steps_text} "
+                    f"learn.{name}={getattr(self, name)} is of the steps end to end, and {none} "
                     f"takes none. Leave learn.{name} out{more}."
                 )
 
@@ -236,15 +243,16 @@ class LearnConfig:
             learned, held: as `split` gives them.
         """
         count, tokens = len(learned), sum(batch.numel() for batch in learned)
-        for name, steps, ten in (
+        usual = LearnConfig().steps_for(count)
+        for name, steps, fewer in (
             ("block_steps", self.block_steps, f"learn.block_steps={PASSES * count}"),
-            ("steps", self.steps_for(count), f"learn.steps={PASSES * count}, which null takes"),
+            ("steps", self.steps_for(count), f"learn.steps={usual}, which null takes"),
         ):
             if steps > MANY_PASSES * count:
                 warnings.warn(
                     f"learn.{name}={steps} on {count} batch{'es' * (count > 1)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
                     f"than {MANY_PASSES}, and so few tokens are learned by heart. Give more text (data.training, "
-                    f"training.batches), or fewer steps ({ten}).",
+                    f"training.batches), or fewer steps ({fewer}).",
                     stacklevel=1,  # a place in this package, whose warnings a run keeps
                 )
         if not held and self.held_batches is None:
@@ -266,12 +274,12 @@ class LearnConfig:
         if not held or after < before:
             return
         steps = self.steps_for(learned)
-        fewer = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
+        taken = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
         rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
         warnings.warn(
             f"learn.train={self.train}: KL on {held} batch{'es' * (held > 1)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
             "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
-            "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer "
-            f"steps ({fewer}){rate}.",
+            "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer steps than "
+            f"{taken}{rate}.",
             stacklevel=1,
         )

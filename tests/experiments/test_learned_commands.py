@@ -149,7 +149,7 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ("learn.steps=0", "learn.steps=0 must be a whole number, at least 1"),
+        ("learn.steps=0", "learn.steps=0 must be a whole number, at least 1, or null"),
         ("learn.masters=float16", "learn.masters"),
         ("training.window=1", "training.window=1 must be at least 2"),
         ("training.window=100000", "window=100000 is longer than the model's"),

@@ -185,7 +185,7 @@ def test_what_cannot_be_held_by_block_is_refused(held, tiny_random, tmp_path):
     with pytest.raises(DmxError, match=r"run\.memory='half'.*all.*block"):
         RunConfig(memory="half")
     assignment = searched(tiny_random.model, "random").assignment
-    with pytest.raises(DmxError, match=r"learn\.steps=600.*block_steps=200 learn\.steps=0"):
+    with pytest.raises(DmxError, match=r"learn\.steps=null.*block_steps=200 learn\.steps=0"):
         dmx.learn_weights(model, assignment, BATCHES)
     with pytest.raises(ModelError, match=r"held block by block: an export needs it whole"):
         dmx.export(model, assignment, tmp_path / "exported", target="quark")
@@ -200,7 +200,7 @@ def test_what_cannot_be_held_by_block_is_refused(held, tiny_random, tmp_path):
     ("command", "settings", "message"),
     [
         (search, ["search=joint"], r"search\.name=joint: masters"),
-        (search, ["weights=learned"], r"learn\.steps=600: masters"),
+        (search, ["weights=learned"], r"learn\.steps=null: masters"),
         (search, ["pace=true"], r"pace=true.* needs the whole model"),
         (compare, ["searches=[kl,joint]"], r"search\.name=joint"),
         (evaluate, ["assignments=[{exported}]"], r"exported folder .* needs the whole model"),

@@ -141,6 +141,8 @@ def test_little_text_is_warned_of_before_anything_learns():
         "(data.training, training.batches), or fewer steps (learn.steps=70, which null takes)"
         in often
     )
+    (many,) = said(LearnConfig(steps=5000), 100)
+    assert many.endswith("fewer steps (learn.steps=600, which null takes).")
     assert said(LearnConfig(steps=140)) == [] == said(LearnConfig())
     (blocks,) = said(LearnConfig(steps=0, block_steps=200))
     assert "learn.block_steps=200 on 7 batches" in blocks
@@ -190,7 +192,11 @@ def test_weights_that_are_no_better_than_those_before_are_warned_of(tiny_random)
     facts, (text,) = learned(held=1)
     assert "KL on 1 batch held back was " in text
     assert f"was {facts['kl_before']:.4f} nats/token before and is {facts['kl_after']:.4f}" in text
-    assert "weights=nearest" in text and "learn.steps=2" in text and "data.training" in text
+    assert (
+        "weights=nearest" in text
+        and "fewer steps than learn.steps=2, or" in text
+        and "data.training" in text
+    )
     # What was learned from, and a search chose formats by, shows nothing of other text.
     assert learned(held=0)[1] == []
 

@@ -134,7 +134,10 @@ def test_a_stopped_run_ends_as_one_that_was_not(tiny_random, tmp_path, monkeypat
         ({"steps": 0, "block_steps": 0}, "Set learn.block_steps=200 learn.steps=0"),
         ({"lr": 1e-3}, r"learn\.lr=0\.001 is for learn\.train=weights"),
         ({"warmup": 5}, r"learn\.warmup=5 is for learn\.train=weights"),
-        ({"keep_reference": "on"}, r"takes none\. Leave learn\.keep_reference out\.$"),
+        (
+            {"steps": None, "keep_reference": "on"},
+            r"learn\.train=rounding takes none\. Leave learn\.keep_reference out\.$",
+        ),
     ],
 )
 def test_settings_that_make_no_sense(settings, says):
