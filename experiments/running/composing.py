@@ -6,6 +6,7 @@ checked when the dataclasses are built, before anything is loaded.
 """
 
 import dataclasses
+import json
 import types
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -83,6 +84,11 @@ def _check_renamed(setting: str, value: Any) -> None:
         raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {ways}")
 
 
+def _written(value: Any) -> str:
+    """A value as the command line has it; texts in quotes."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+
+
 def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
     """A dataclass from composed values; nested ones too.
 
@@ -112,7 +118,10 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
             way_out = (
                 f": {path}=[{value}]" if get_origin(hint) is list and _fits([value], hint) else ""
             )
-            raise ConfigError(f"{path}={value!r} has the wrong type: expected {shown}{way_out}")
+            shown = shown.replace("None", "null")
+            raise ConfigError(
+                f"{path}={_written(value)} has the wrong type: expected {shown}{way_out}"
+            )
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]

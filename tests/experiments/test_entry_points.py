@@ -173,13 +173,14 @@ def test_uniform_rows_hold_every_format(run, record_of, tmp_path):
     [
         (["budget.limit=3.9"], r"BudgetError: budget\.limit=3\.9 .*Reachable with .*: 4 to 6"),
         (["budget.limit=many"], r"ConfigError: budget\.limit='many' has the wrong type: .*float"),
-        (["budget.limit=null"], r"ConfigError: budget\.limit=None has the wrong type"),
+        (["budget.limit=null"], r"ConfigError: budget\.limit=null has the wrong type"),
         (["budget.limit=nan"], r"BudgetError: budget\.limit=nan is not a number of bits"),
         (["budget.unit=bits"], r"budget\.unit='bits'.*element_bits, bits_per_element"),
         (["search.name=klx"], r"FormatError: search\.name='klx'.*Did you mean 'kl'"),
         (["search.family=mxfp6"], r"FormatError: search\.family='mxfp6'.*Allowed: mxfp8_mxfp4"),
         (["search.steps=1.5"], r"ConfigError: search\.steps=1\.5 has the wrong type: expected int"),
-        (["search.steps=true"], r"ConfigError: search\.steps=True has the wrong type"),
+        (["search.steps=true"], r"ConfigError: search\.steps=true has the wrong type"),
+        (["learn.steps=1.5"], r"learn\.steps=1\.5 has the wrong type: expected int \| null"),
         (
             ["search.exclude=[nothing]"],
             r"search\.exclude: pattern 'nothing' matches none",
