@@ -220,6 +220,8 @@ class StateFile:
     """For messages: `search`."""
     way_out: str
     """For messages, what deleting the file leads to: `search again from the start`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> value in JSON, of those in the fingerprint: a refusal names the ones that differ."""
 
     def save(self, state: State) -> None:
         """Write the state, in place of an earlier one."""
@@ -232,6 +234,7 @@ class StateFile:
             "fingerprint": self.fingerprint,
             "code": self.code,
             "facts": facts,
+            "settings": json.dumps(dict(self.settings)),
             "sha256": _content_sha256(facts, tensors),
         }
         content = save(tensors, metadata)
@@ -255,11 +258,12 @@ class StateFile:
             if metadata["sha256"] != _content_sha256(facts, tensors):
                 raise ValueError("its checksum differs")
             state = State(parse_json(facts), tensors)
+            differing = self._differing(parse_json(metadata.get("settings", "{}")))
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise self.damaged(error) from error
         if fingerprint != self.fingerprint:
             raise RunError(
-                f"{self.path} is of a {self.what} with other settings, data or model. Choose another "
+                f"{self.path} is of a {self.what} with other settings, data or model{differing}. Choose another "
                 f"folder, or delete it to {self.way_out}."
             )
         if code != self.code:
@@ -269,10 +273,24 @@ class StateFile:
             )
         return state
 
+    def _differing(self, held: Mapping[str, Any]) -> str:
+        """` (gptq.order is natural there, activity here)`; empty where no setting that the file says differs."""
+        said = [
+            f"{name} is {_said(held[name])} there, {_said(value)} here"
+            for name, value in self.settings.items()
+            if name in held and held[name] != value
+        ]
+        return f" ({'; '.join(said)})" if said else ""
+
     def damaged(self, error: Exception) -> RunError:
         """The error to raise where a state cannot be used."""
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return RunError(f"{self.path} is damaged ({why}). Delete it to {self.way_out}.")
+
+
+def _said(value: Any) -> str:
+    """A setting as the command line has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _metadata(content: bytes) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Kept results and states of runs: found again under the same key, refused under another, never damaged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,19 @@ def test_a_state_of_another_run_or_other_code_is_refused(tmp_path):
         state_file(tmp_path, fingerprint="g").load()
     with pytest.raises(RunError, match=r"written by another version of dmx.*delete it to search"):
         state_file(tmp_path, code="d").load()
+
+
+def test_a_refusal_names_the_settings_that_differ(tmp_path):
+    file = state_file(tmp_path)
+    other = replace(file, fingerprint="g", settings={"lr": 2.0, "order": "a", "on": None, "new": 1})
+    replace(file, settings={"lr": 2.0, "order": "b", "on": True, "old": 1}).save(State())
+    with pytest.raises(
+        RunError, match=r"model \(order is b there, a here; on is true there, null h"
+    ):
+        other.load()
+    for alike in (replace(file, fingerprint="g"), replace(other, settings={"lr": 2.0})):
+        with pytest.raises(RunError, match=r"other settings, data or model\. Choose"):
+            alike.load()
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "bit", "text", "no facts"])

@@ -23,7 +23,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -378,7 +378,8 @@ def learn_weights(
     Processes(device).check_same_batches(facts["batches_sha256"])
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
-    file = _state_file(None if folder is None else Path(folder) / STATE_FILE, fingerprint)
+    named = _named(config, facts | numbers)
+    file = _state_file(None if folder is None else Path(folder) / STATE_FILE, fingerprint, named)
     # Whatever mode the caller is in, as for `search`.
     with (
         evaluating(model),
@@ -395,7 +396,8 @@ def learn_weights(
             stage.enter_context(maskless_attention(model))
         blocks = None
         if config.block_steps:
-            states = BlockStates(None if folder is None else Path(folder) / BLOCKS, fingerprint)
+            place = None if folder is None else Path(folder) / BLOCKS
+            states = BlockStates(place, fingerprint, named)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
                 model,
@@ -436,13 +438,12 @@ def learn_weights(
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 
 
-def _state_file(path: Path | None, fingerprint: str) -> StateFile:
+def _state_file(path: Path | None, fingerprint: str, settings: Mapping[str, Any]) -> StateFile:
     """Of the steps end to end, in a folder that can be written."""
     if path is not None and own_rank() == 0:
         check_writable(path.parent)
-    return StateFile(
-        path, fingerprint, code_version(__name__), "learning run", "learn again from the start"
-    )
+    code, way_out = code_version(__name__), "learn again from the start"
+    return StateFile(path, fingerprint, code, "learning run", way_out, settings)
 
 
 def _what_learns(
@@ -489,6 +490,12 @@ def _facts(
     formats = sorted({f.name: f for f in rules.block_formats("weight").values()}.items())
     start = {name: rules.rule("weight", block_format) for name, block_format in formats}
     return {k: v for k, v in facts.items() if k not in config.idle} | {"start_rules": start}
+
+
+def _named(config: LearnConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings among facts, as `StateFile` names them."""
+    names = [f.name for f in fields(config) if f.name in facts and f.name not in config.idle]
+    return {f"learn.{name}": facts[name] for name in names}
 
 
 def _check(model: nn.Module, assignment: Assignment) -> None:

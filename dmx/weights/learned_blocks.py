@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,8 @@ class BlockStates:
 
     folder: Path | None
     fingerprint: str
+    settings: Mapping[str, Any]
+    """As of `StateFile`."""
 
     def of(self, block: int) -> StateFile:
         return StateFile(
@@ -68,6 +71,7 @@ class BlockStates:
             code_version(__name__),
             "learning run",
             "learn again from the start",
+            self.settings,
         )
 
 

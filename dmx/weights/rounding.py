@@ -43,6 +43,7 @@ class States:
     Args:
         module: that rounds; another version of its code begins anew.
         clock: of the run; `load` adds the seconds of a stopped one.
+        settings: of the stage.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class States:
         name: str,
         module: str,
         clock: Stopwatch,
+        settings: Mapping[str, Any],
     ) -> None:
         self.folder, self.fingerprint, self.assignment = folder, fingerprint, assignment
         self.name, self.module, self.clock = name, module, clock
+        self.settings = {f"{name}.{setting}": value for setting, value in settings.items()}
 
     def _file(self, part: int) -> StateFile:
         return StateFile(
@@ -64,6 +67,7 @@ class States:
             code=code_version(self.module),
             what=f"{self.name} run",
             way_out="round again",
+            settings=self.settings,
         )
 
     def save(self, part: int, weights: dict[str, StoredWeight]) -> None:
@@ -240,7 +244,7 @@ def round_on(
     processes.check_same_batches(digest)
     fingerprint = weights_fingerprint(model, assignment, facts)
     place = None if folder is None else Path(folder) / f"{name}_state"
-    states = States(place, fingerprint, assignment, name, module, clock or Stopwatch())
+    states = States(place, fingerprint, assignment, name, module, clock or Stopwatch(), settings)
     # Whatever mode the caller is in, as for `search`.
     with evaluating(model), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
         apply(model, assignment, inputs=inputs, cache_weights=True)

@@ -653,6 +653,8 @@ def test_a_stopped_rounding_goes_on_with_the_same_numbers(tiny_random, tmp_path,
         assert len(calls) == 7
     with pytest.raises(RunError, match=r"of a gptq run with other settings"):
         gptq(model, assignment, BATCHES, scales="search", folder=tmp_path)
+    with pytest.raises(RunError, match=r"\(gptq\.order is activity there, natural here\)\. Choose"):
+        gptq(model, assignment, BATCHES, order="natural", folder=tmp_path)
     state = tmp_path / "gptq_state" / "0000.safetensors"
     state.write_bytes(state.read_bytes()[:50])
     with pytest.raises(RunError, match=r"0000\.safetensors is damaged"):
