@@ -52,7 +52,7 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
         return facts.get(name, default)
 
     # Versions that did not say the number of batches took as many steps whatever there was.
-    usual_steps = usual.steps_for(facts["batches"]) if "batches" in facts else MOST_STEPS
+    usual_steps = usual.steps_for(of("batches", MOST_STEPS))
     steps, blocks = of("steps", usual_steps), of("block_steps", usual.block_steps)
     rate, norm = of("lr", usual.peak_rate), of("max_norm", usual.max_norm)
     warmup, masters = of("warmup", usual.warmup), of("masters", usual.masters)

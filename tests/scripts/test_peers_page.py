@@ -140,6 +140,21 @@ def test_a_default_had_no_options_of_its_own():
     assert "| learned, learn_steps=7 (weights) |" in page
 
 
+def test_weights_that_learned_in_the_steps_of_before_are_told_apart():
+    def learned(nll, steps, **fields):
+        of = made(
+            nll, peer="ours_weights", name="adaptive_learned", label="learned", gives="weights", tokens=16384, **fields,
+        )  # fmt: skip
+        note = f"{steps} steps of 8 rows, over the given tokens again and again"
+        return replace(of, actual={**of.actual, "notes": [note]})
+
+    # 16,384 tokens in rows of 256 are eight batches, one of them held back.
+    before, now = learned(2.6, 600), learned(2.5, 70, seed=1)
+    found = results_of([before, now, learned(2.7, 9, option={"learn_steps": "9"})])
+    labels = {r.label: r.is_varied for r in found}
+    assert labels == {"learned, 600 steps": True, "learned": False, "learned, learn_steps=9": True}
+
+
 def test_under_weights_alone_stands_what_was_told_to_leave_inputs_alone():
     both = {"kinds": ("W+A", "W")}
     alone = {"label": "dmx adaptive, polished, told W", "option": {"inputs": "bf16"}}

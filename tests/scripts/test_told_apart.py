@@ -215,6 +215,8 @@ def test_usual_settings_are_the_defaults_and_go_without_saying():
     # All took 600 once, also on so few batches.
     assert stage_text(facts | {"steps": 600}) == "600 steps"
     assert stage_text(facts | {"steps": 600, "batches": 93, "held_batches": 4}) == ""
+    rounding = {"name": "learned_rounding", "block_steps": 200, "steps": 0}
+    assert stage_text(rounding) == stage_text(rounding | {"batches": 7, "held_batches": 1}) == ""
     scales = {"name": "learned_scales", "lr": usual.scale_lr}
     assert stage_text(scales) == "" and stage_text(scales | {"lr": usual.lr}) == "lr 0.0002"
     assert stage_text(None) == stage_text({"name": "mse"}) == ""
@@ -229,4 +231,8 @@ def test_readme_finds_its_rows_among_others():
     records = [made(), *RECORDS_OF.values(), *([made()] * 2)]
     lines = "\n".join(readme_table(records, PRESETS, None))
     assert f"| dMX joint + learned weights | {24.89} |" in lines
-    assert "Weights learned in 600 steps where nothing else is said" in lines
+    # Of less text a row that says nothing had fewer.
+    assert (
+        "Weights learned in 10 passes over the text, 600 steps at most, where nothing else is"
+        in lines
+    )

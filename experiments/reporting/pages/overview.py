@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dmx.weights.learn_config import MOST_STEPS
+from dmx.weights.learn_config import MOST_STEPS, PASSES
 
 from ..groups import Group, group_rows
 from ..markdown import markdown
@@ -94,8 +94,8 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
     )
     if any(setting.key.weights == "learned" for setting in shown):
         note += (
-            f" Weights learned in {MOST_STEPS} steps where nothing else is said, scale rule even "
-            "for MXFP4."
+            f" Weights learned in {PASSES} passes over the text, {MOST_STEPS} steps at most, where nothing else is said, "
+            "scale rule even for MXFP4."
         )
     if any(setting.key.stage == NATURAL_ORDER for setting in shown):
         note += f" {NATURAL_ORDER.capitalize()}: columns as they stand; by activity, the default since, was not measured here."
