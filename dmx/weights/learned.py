@@ -493,9 +493,9 @@ def _facts(
 
 
 def _named(config: LearnConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings among facts, as `StateFile` names them."""
+    """Settings that facts follow from, as they were given, for `StateFile`: other data may make another number of null."""
     names = [f.name for f in fields(config) if f.name in facts and f.name not in config.idle]
-    return {f"learn.{name}": facts[name] for name in names}
+    return {f"learn.{name}": getattr(config, name) for name in names}
 
 
 def _check(model: nn.Module, assignment: Assignment) -> None:
