@@ -66,7 +66,7 @@ def _claim_locked(folder: Path, config_yaml: str) -> None:
     elif _of_results(settings) != _of_results(config_yaml):
         raise FolderTaken(
             f"run.folder={folder} holds another run (its config.yaml differs{_differences(settings, config_yaml)}). "
-            "Choose another folder, or delete that one."
+            "Give the settings there to go on with it, choose another folder, or delete that one."
         )
     (folder / ERROR_FILE).unlink(missing_ok=True)
 

@@ -308,6 +308,7 @@ def test_a_folder_that_holds_something_else_is_refused_and_left_alone(run, tmp_p
     assert (
         code == 2 and "holds another run (its config.yaml differs: search.steps is 7 there, " in err
     )
+    assert "Give the settings there to go on with it, choose" in err
     (folder / "config.yaml").write_bytes(b"\xff\xfe")
     assert "cannot be read" in run(search, *SEARCH, f"run.folder={folder}")[2]
 
