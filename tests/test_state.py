@@ -123,7 +123,7 @@ def test_a_refusal_names_the_settings_that_differ(tmp_path):
     other = replace(file, fingerprint="g", settings={"lr": 2.0, "order": "a", "on": None, "new": 1})
     replace(file, settings={"lr": 2.0, "order": "b", "on": True, "old": 1}).save(State())
     with pytest.raises(
-        RunError, match=r"model \(order is b there, a here; on is true there, null h"
+        RunError, match=r"model \(order is b there, a here; on is true there, null here\)\."
     ):
         other.load()
     for alike in (replace(file, fingerprint="g"), replace(other, settings={"lr": 2.0})):

@@ -23,7 +23,7 @@ from 20 on text that is not learned from loses (docs/lab-notes/weights.md)."""
 MOST_STEPS = 600
 """Where no number of steps is given."""
 MANY_PASSES = 2 * PASSES
-"""A warning says from here on that what learns is likely to learn the text by heart."""
+"""A batch that is seen more often is likely to be learned by heart, which a warning says."""
 IDLE = {
     "weights": ("scale_lr",),
     "scales": ("lr", "masters", "block_steps"),
@@ -38,7 +38,7 @@ class LearnConfig:
 
     steps: int | None = None
     """End to end, one batch a step; 0 only with `block_steps`. null = PASSES over the batches that are learned from,
-    MOST_STEPS at most; none of train=rounding."""
+    MOST_STEPS at most. train=rounding takes none."""
     block_steps: int = 0
     """Steps in which each decoder block learns by itself before that, on at most so many batches; see
     `learned_blocks`. Only one block has masters and moments at a time."""
@@ -104,10 +104,8 @@ class LearnConfig:
             ("micro_batch", 1),
             ("checkpoint_every", 1),
         ):
-            value, may_be_null = (
-                getattr(self, name),
-                name in ("steps", "held_batches", "micro_batch"),
-            )
+            value = getattr(self, name)
+            may_be_null = name in ("steps", "held_batches", "micro_batch")
             if value is None and may_be_null:
                 continue
             if type(value) is not int or value < low:
@@ -157,7 +155,7 @@ class LearnConfig:
 
     def check_by_block(self) -> None:
         """Refuse what a model that is held block by block cannot do; RunError."""
-        if self.steps != 0 and self.train != "rounding":
+        if self._may_go_end_to_end:
             raise RunError(
                 f"learn.steps={self._steps_text}: masters, moments and gradients of all weights lie on the device in steps end to "
                 "end, and the model is held block by block (run.memory=block). Use learn.block_steps=200 learn.steps=0, "
@@ -180,7 +178,9 @@ class LearnConfig:
         return self.lr if self.train == "weights" else self.scale_lr
 
     def _check_end_to_end(self) -> None:
-        """Refuse settings of a stage that has no steps."""
+        """Refuse settings of the steps end to end where there are none."""
+        if self._may_go_end_to_end:
+            return
         asked = {
             "micro_batch": self.micro_batch is not None,
             "oom": self.oom == "halve",
@@ -193,11 +193,16 @@ class LearnConfig:
         else:
             none, more = "learn.steps=0", ", or set learn.steps > 0"
         for name, is_asked in asked.items():
-            if (self.steps == 0 or self.train == "rounding") and is_asked:
+            if is_asked:
                 raise RunError(
                     f"learn.{name}={getattr(self, name)} is of the steps end to end, and {none} "
                     f"takes none. Leave learn.{name} out{more}."
                 )
+
+    @property
+    def _may_go_end_to_end(self) -> bool:
+        """Whether there are steps end to end, given any text."""
+        return self.steps != 0 and self.train != "rounding"
 
     @property
     def _steps_text(self) -> str:
@@ -209,7 +214,7 @@ class LearnConfig:
         Args:
             learned: batches to learn from.
         """
-        if self.train == "rounding":
+        if not self._may_go_end_to_end:
             return 0
         return min(MOST_STEPS, PASSES * learned) if self.steps is None else self.steps
 
@@ -250,14 +255,14 @@ class LearnConfig:
         ):
             if steps > MANY_PASSES * count:
                 warnings.warn(
-                    f"learn.{name}={steps} on {count} batch{'es' * (count > 1)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
+                    f"learn.{name}={steps} on {_batches(count)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
                     f"than {MANY_PASSES}, and so few tokens are learned by heart. Give more text (data.training, "
                     f"training.batches), or fewer steps ({fewer}).",
                     stacklevel=1,  # a place in this package, whose warnings a run keeps
                 )
         if not held and self.held_batches is None:
             warnings.warn(
-                f"{count} batches to learn from are too few to hold one back (from {FEWEST_TO_HOLD} on one is): KL before and "
+                f"{_batches(count)} to learn from: too few to hold one back (from {FEWEST_TO_HOLD} on one is), so KL before and "
                 "after is measured on what was learned from, and says nothing of other text. Give more text "
                 "(data.training, training.batches), or set learn.held_batches.",
                 stacklevel=1,
@@ -277,9 +282,13 @@ class LearnConfig:
         taken = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
         rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
         warnings.warn(
-            f"learn.train={self.train}: KL on {held} batch{'es' * (held > 1)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
+            f"learn.train={self.train}: KL on {_batches(held)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
             "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
             "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer steps than "
             f"{taken}{rate}.",
             stacklevel=1,
         )
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'es' * (count > 1)}"

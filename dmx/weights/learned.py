@@ -442,8 +442,14 @@ def _state_file(path: Path | None, fingerprint: str, settings: Mapping[str, Any]
     """Of the steps end to end, in a folder that can be written."""
     if path is not None and own_rank() == 0:
         check_writable(path.parent)
-    code, way_out = code_version(__name__), "learn again from the start"
-    return StateFile(path, fingerprint, code, "learning run", way_out, settings)
+    return StateFile(
+        path,
+        fingerprint,
+        code_version(__name__),
+        "learning run",
+        "learn again from the start",
+        settings,
+    )
 
 
 def _what_learns(

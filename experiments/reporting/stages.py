@@ -51,7 +51,7 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     def of(name: str, default: Any) -> Any:
         return facts.get(name, default)
 
-    # Versions that did not say the number of batches took as many steps whatever there was.
+    # Versions that did not say the number of batches took MOST_STEPS whatever text there was, as so many batches do now.
     usual_steps = usual.steps_for(of("batches", MOST_STEPS))
     steps, blocks = of("steps", usual_steps), of("block_steps", usual.block_steps)
     rate, norm = of("lr", usual.peak_rate), of("max_norm", usual.max_norm)

@@ -139,7 +139,7 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
     assert code == 0, err
     assert "shares 2,588 of its 2,588 sequences of 13 words" in err
     record = record_of(tmp_path / "run")
-    few = "6 batches to learn from are too few to hold one back"
+    few = "6 batches to learn from: too few to hold one back"
     assert err.count(few) == 1 and err.index(few) < err.index("fisher"), "before the search"
     assert sum(few in warning for warning in record.warnings) == 1
     assert any("sequences of 13 words" in w for w in record.warnings)

@@ -148,7 +148,7 @@ def test_little_text_is_warned_of_before_anything_learns():
     assert "learn.block_steps=200 on 7 batches" in blocks
     assert blocks.endswith("fewer steps (learn.block_steps=70).")
     (unheld,) = said(LearnConfig(steps=7), 7)
-    assert "7 batches to learn from are too few to hold one back (from 8 on one is)" in unheld
+    assert "7 batches to learn from: too few to hold one back (from 8 on one is), so" in unheld
     assert (
         said(LearnConfig(steps=7, held_batches=0))
         == []
