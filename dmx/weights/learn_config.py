@@ -51,7 +51,8 @@ class LearnConfig:
     scale_lr: float = 0.1
     """train=scales: the same, of preferences for scales."""
     warmup: int = 20
-    """Steps in which the rate rises to `lr`; it falls to 0 by half a cosine after."""
+    """Steps in which the rate rises to `lr`, at most a third of all, of block steps a tenth; it falls to 0 by half a
+    cosine after."""
     max_norm: float = 1.0
     """Of the gradient over all weights; a longer one is shortened to it."""
     seed: int = 0
@@ -220,7 +221,7 @@ class LearnConfig:
 
     def rate(self, step: int, steps: int) -> float:
         """Learning rate of a step, 0 to steps - 1."""
-        return warm_cosine(step, steps, self.peak_rate, self.warmup)
+        return warm_cosine(step, steps, self.peak_rate, min(self.warmup, steps // 3))
 
     def held_of(self, batches: int) -> int:
         """How many of so many batches are not learned from."""

@@ -257,9 +257,9 @@ def test_a_quantized_head_learns_too(make_tiny):
 
 
 def test_weights_alone_learn_on_inputs_in_full_precision(tiny_trained):
-    model, config = tiny_trained.model, LearnConfig(steps=10, lr=5e-4, inputs=False)
+    model, config = tiny_trained.model, LearnConfig(steps=10, inputs=False)
     done = learn_weights(model, uniform(model), BATCHES, config)
-    both = learn_weights(model, uniform(model), BATCHES, LearnConfig(steps=10, lr=5e-4))
+    both = learn_weights(model, uniform(model), BATCHES, LearnConfig(steps=10))
     assert done.weights["kl_before"] < both.weights["kl_before"]
     assert done.weights["kl_after"] < done.weights["kl_before"]
 
@@ -385,6 +385,9 @@ def test_the_rate_warms_up_and_falls_to_zero():
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
     assert rates[10:] == sorted(rates[10:], reverse=True) and 0 < rates[-1] < 1e-3
     assert LearnConfig(steps=5, warmup=0).rate(0, 5) == 2e-4
+    # One batch, ten steps: the rate falls there, too.
+    short = [LearnConfig(lr=1.0).rate(i, 10) for i in range(10)]
+    assert short[2] == short[3] == 1.0 and short[-1] < 0.2
 
 
 @pytest.mark.parametrize(
