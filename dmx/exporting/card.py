@@ -156,11 +156,21 @@ def _weights_text(stage: Mapping[str, Any]) -> str:
             f"{stage.get('tokens', 0):,} tokens."
         )
     if name == "learned_scales":
-        return f"Weights rounded to nearest, with block scales learned on {stage.get('tokens', 0):,} tokens."
+        return f"Weights rounded to nearest, with block scales learned on {_learned_text(stage)}."
     if name == "learned_rounding":
-        return f"Weights rounded up or down as learned on {stage.get('tokens', 0):,} tokens."
-    made = "learned under these formats" if name == "learned" else f"rounded by {name.upper()}"
-    return f"Weights {made} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
+        return f"Weights rounded up or down as learned on {_learned_text(stage)}."
+    if name == "learned":
+        return f"Weights learned under these formats on {_learned_text(stage)}, not rounded to nearest."
+    return f"Weights rounded by {name.upper()} on {stage.get('tokens', 0):,} tokens, not rounded to nearest."
+
+
+def _learned_text(stage: Mapping[str, Any]) -> str:
+    """Tokens that were learned from, and how often each was seen: the facts of the stage count them in every step."""
+    seen, steps = stage.get("tokens", 0), stage.get("steps", 0) + stage.get("block_steps", 0)
+    batches = min(stage.get("batches", steps), steps)  # no more than steps were seen
+    if not batches or batches == steps:
+        return f"{seen:,} tokens"
+    return f"{seen * batches // steps:,} tokens, each seen {steps / batches:.3g} times"
 
 
 _NAMED = 4

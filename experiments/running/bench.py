@@ -150,6 +150,7 @@ class Bench:
             split = self.learn.split(first)  # too few are refused before a search, not after it
             if "learned" in self.weights:
                 self.learn.warn_of_little_text(*split)
+                self._say_steps(len(split[0]))
             shared = None
             if text is not None:
                 shared = dataclasses.asdict(check_overlap(text, training_text))
@@ -205,6 +206,15 @@ class Bench:
             training=training,
             **options,
         )
+
+    def _say_steps(self, learned: int) -> None:
+        """What learn.steps=null becomes with so many batches to learn from, for the record, too."""
+        if self.learn.steps is None and (steps := self.learn.steps_for(learned)):
+            batches = f"{learned} batch{'es' * (learned > 1)}"
+            self.run.say(
+                f"learn.steps=null is {steps}: {steps / learned:.3g} passes over {batches}"
+            )
+            self.run.actual["learn"] = {"steps": steps}
 
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
@@ -358,6 +368,13 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder, clock=clock)
+            assert done.weights is not None
+            before_kl, after_kl = done.weights["kl_before"], done.weights["kl_after"]
+            held = done.weights["held_batches"]
+            where = f"{held} held back" if held else "some of those learned from"
+            self.run.say(
+                f"{stem}, {stage}: KL {before_kl:.4f} before, {after_kl:.4f} after (nats/token; batches: {where})"
+            )
         self._say_copied(stage, 0, clock.seconds - clock.before, before)
         facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
         return dataclasses.replace(done, weights=facts), {}

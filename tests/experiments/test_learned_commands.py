@@ -116,6 +116,21 @@ def test_search_with_its_own_text_resumes_after_a_kill_to_the_same_file(run, rec
     assert (tmp_path / "whole" / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_what_no_number_of_steps_becomes_is_said_and_kept(run, record_of, tmp_path):
+    command = [*TINY_LAYERS, "search=fisher", "baselines=[]", "weights=learned", "budget.limit=4.7"]
+    command += ["training.batches=3", "learn.held_batches=1", f"run.folder={tmp_path}/run"]
+    code, _out, err = run(search, *command)
+    assert code == 0, err
+    assert "learn.steps=null is 20: 10 passes over 2 batches" in " ".join(err.split())
+    record = record_of(tmp_path / "run")
+    assert record.requested["learn"]["steps"] is None
+    assert record.actual["learn"] == {"steps": 20}
+    (facts,) = (row.weights for row in record.rows if row.method.weights == "learned")
+    assert facts["steps"] == 20
+    said = f"KL {facts['kl_before']:.4f} before, {facts['kl_after']:.4f} after"
+    assert said in " ".join(err.split())
+
+
 def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, tmp_path):
     file = tmp_path / "same.txt"
     file.write_text(

@@ -51,7 +51,7 @@ def record(folder):
 def test_an_export_of_learned_weights_loads_bit_for_bit(run, make_tiny, tmp_path, loaded_apart):
     model = make_tiny("llama").model
     batches = list(torch.randint(0, 257, (3, 2, 32), generator=torch.Generator().manual_seed(1)))
-    config = dmx.LearnConfig(steps=3, warmup=1, lr=1e-3)
+    config = dmx.LearnConfig(steps=6, warmup=1, lr=1e-3)
     done = dmx.learn_weights(model, mixed(model, VLLM), batches, config)
     path = done.save(tmp_path / "a.json")
     settings = f"assignment={path}", "target=compressed_tensors", "windows=2", "window=48"
@@ -61,7 +61,7 @@ def test_an_export_of_learned_weights_loads_bit_for_bit(run, make_tiny, tmp_path
     memory, files = Record.load(tmp_path / "run" / "record.json").rows
     assert memory.perplexity == files.perplexity and memory.weights["name"] == "learned"
     card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert "Weights learned under these formats on 192 tokens" in card
+    assert "Weights learned under these formats on 192 tokens, each seen 2 times" in card
 
 
 @needs("compressed-tensors")

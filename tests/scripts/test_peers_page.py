@@ -268,6 +268,9 @@ def test_one_answer_measured_twice_has_all_that_was_measured():
         fields = {"nll": {"floor": 3.0}, **OTHER, "zero_shot": answers(arc=[1, 0])} | other
         page, _ = peers_page([whole, later(made(fields.pop("nll"), **fields))])
         assert "| arc |" not in page and perplexities in page
+    # The same request run again on a card, whose sums come in another order.
+    again = later(made({"floor": 3.0001}, **OTHER, zero_shot=answers(arc=[1, 0])))
+    assert "| ModelOpt | 5 | W+A, floor | 50.0 |" in peers_page([whole, again])[0]
     # Tasks of several records stand in one row.
     other = made({"floor": 3.0}, **OTHER, zero_shot=answers(copa=[1, 1]))
     for of in ([whole, tasks, other], [other, tasks]):

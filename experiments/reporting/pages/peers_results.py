@@ -40,6 +40,8 @@ _NATURAL = "dmx GPTQ"
 """What records call it that were made before it ordered blocks, which the label has said since."""
 _STEPS = re.compile(r"(\d+) steps of (\d+) rows, over the given tokens")
 """Note of weights that learned."""
+_AGAIN = 5e-4
+"""Relative difference of perplexities between two runs of one request on a card, at most."""
 MAY_DIFFER = ("peer torch", "peer transformers")
 """Versions that may differ between seeds; the tool's own may not."""
 
@@ -336,12 +338,15 @@ def results_of(records: Iterable[Record]) -> list[Result]:
 
 
 def _is_same_answer(record: Record, other: Record) -> bool:
-    """Whether two records measured the same formats, and, where both measured one kind, the same weights."""
+    """Whether two records measured the same formats, and, where both measured one kind, the same weights, or weights
+    that the same steps gave again, whose sums a card adds in another order."""
     own, theirs = (
         {kind_of(row): row.perplexity for row in of.rows if row.perplexity is not None}
         for of in (record, other)
     )
-    same = all(own[kind] == theirs[kind] for kind in own.keys() & theirs.keys())
+    same = all(
+        math.isclose(own[kind], theirs[kind], rel_tol=_AGAIN) for kind in own.keys() & theirs.keys()
+    )
     return same and record.actual["formats"] == other.actual["formats"]
 
 
