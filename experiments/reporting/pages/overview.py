@@ -94,7 +94,7 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
     )
     if any(setting.key.weights == "learned" for setting in shown):
         note += (
-            f" Weights learned in {PASSES} passes over the text, {MOST_STEPS} steps at most, where nothing else is said, "
+            f" Weights learned in {MOST_STEPS} steps, or {PASSES} passes over a shorter text, where nothing else is said, "
             "scale rule even for MXFP4."
         )
     if any(setting.key.stage == NATURAL_ORDER for setting in shown):
