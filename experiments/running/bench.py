@@ -368,16 +368,15 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder, clock=clock)
-            assert done.weights is not None
-            before_kl, after_kl = done.weights["kl_before"], done.weights["kl_after"]
-            held = done.weights["held_batches"]
-            where = f"{held} held back" if held else "some of those learned from"
-            self.run.say(
-                f"{stem}, {stage}: KL {before_kl:.4f} before, {after_kl:.4f} after (nats/token; batches: {where})"
-            )
+            facts = done.weights or {}
+            if held := facts["held_batches"]:  # what was learned from shows nothing of other text
+                self.run.say(
+                    f"{stem}, {stage}: KL {facts['kl_before']:.4f} before, {facts['kl_after']:.4f} after "
+                    f"(nats/token; batches held back: {held})"
+                )
         self._say_copied(stage, 0, clock.seconds - clock.before, before)
-        facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
-        return dataclasses.replace(done, weights=facts), {}
+        said = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
+        return dataclasses.replace(done, weights=said), {}
 
     def _moved(self) -> int:
         """Bytes copied to the device so far, of a model that is held block by block."""
