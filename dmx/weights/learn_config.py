@@ -256,14 +256,14 @@ class LearnConfig:
         ):
             if steps > MANY_PASSES * count:
                 warnings.warn(
-                    f"learn.{name}={steps} on {_batches(count)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
+                    f"learn.{name}={steps} on {batches_text(count)}, {tokens:,} tokens: each is seen {steps / count:.0f} times, more "
                     f"than {MANY_PASSES}, and so few tokens are learned by heart. Give more text (data.training, "
                     f"training.batches), or fewer steps ({fewer}).",
                     stacklevel=1,  # a place in this package, whose warnings a run keeps
                 )
         if not held and self.held_batches is None:
             warnings.warn(
-                f"{_batches(count)} to learn from: too few to hold one back (from {FEWEST_TO_HOLD} on one is), so KL before and "
+                f"{batches_text(count)} to learn from: too few to hold one back (from {FEWEST_TO_HOLD} on one is), so KL before and "
                 "after is measured on what was learned from, and says nothing of other text. Give more text "
                 "(data.training, training.batches), or set learn.held_batches.",
                 stacklevel=1,
@@ -283,7 +283,7 @@ class LearnConfig:
         taken = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
         rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
         warnings.warn(
-            f"learn.train={self.train}: KL on {_batches(held)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
+            f"learn.train={self.train}: KL on {batches_text(held)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
             "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
             "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer steps than "
             f"{taken}{rate}.",
@@ -291,5 +291,6 @@ class LearnConfig:
         )
 
 
-def _batches(count: int) -> str:
+def batches_text(count: int) -> str:
+    """`1 batch`, `2 batches`."""
     return f"{count} batch{'es' * (count > 1)}"

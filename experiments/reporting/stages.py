@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dmx.weights.config import GptqConfig, LocalHessianConfig
-from dmx.weights.learn_config import MOST_STEPS, LearnConfig
+from dmx.weights.learn_config import MOST_STEPS, LearnConfig, batches_text
 
 from .record import Record, Row, TextFacts, TrainingRow
 
@@ -71,11 +71,7 @@ def _learned_said(facts: Mapping[str, Any], usual: LearnConfig) -> dict[str, boo
     said[f"from scales {' '.join(start)}"] = bool(start)
     if "batches" in facts:
         held = of("held_batches", 0)
-        kept = (
-            f"{held} batch{'es' * (held > 1)} kept to measure on"
-            if held
-            else "learned from all batches"
-        )
+        kept = f"{batches_text(held)} kept to measure on" if held else "learned from all batches"
         said[kept] = held != usual.held_of(facts["batches"] + held)
     return said
 

@@ -34,7 +34,7 @@ from dmx.progress import Stopwatch
 from dmx.searching import SearchConfig, SearchSettings, search, uniform_assignment
 from dmx.weights.config import GptqConfig, LocalHessianConfig
 from dmx.weights.gptq import gptq
-from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learn_config import LearnConfig, batches_text
 from dmx.weights.learned import learn_weights
 from dmx.weights.local_hessian import local_hessian
 
@@ -210,10 +210,8 @@ class Bench:
     def _say_steps(self, learned: int) -> None:
         """What learn.steps=null becomes with so many batches to learn from, for the record, too."""
         if self.learn.steps is None and (steps := self.learn.steps_for(learned)):
-            batches = f"{learned} batch{'es' * (learned > 1)}"
-            self.run.say(
-                f"learn.steps=null is {steps}: {steps / learned:.3g} passes over {batches}"
-            )
+            passes = f"{steps / learned:.3g} passes over {batches_text(learned)}"
+            self.run.say(f"learn.steps=null is {steps}: {passes}")
             self.run.actual["learn"] = {"steps": steps}
 
     def batches(self, seed: int) -> list[Tensor]:
@@ -368,15 +366,15 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder, clock=clock)
-            facts = done.weights or {}
-            if held := facts["held_batches"]:  # what was learned from shows nothing of other text
-                self.run.say(
-                    f"{stem}, {stage}: KL {facts['kl_before']:.4f} before, {facts['kl_after']:.4f} after "
-                    f"(nats/token; batches held back: {held})"
-                )
+        made = done.weights or {}
+        if held := made.get("held_batches"):  # what was learned from shows nothing of other text
+            self.run.say(
+                f"{stem}, {stage}: KL {made['kl_before']:.4f} before, {made['kl_after']:.4f} after "
+                f"(nats/token; batches held back: {held})"
+            )
         self._say_copied(stage, 0, clock.seconds - clock.before, before)
-        said = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
-        return dataclasses.replace(done, weights=said), {}
+        facts = {**made, "seconds": clock.seconds, **gpu_peak(self.run.device)}
+        return dataclasses.replace(done, weights=facts), {}
 
     def _moved(self) -> int:
         """Bytes copied to the device so far, of a model that is held block by block."""
