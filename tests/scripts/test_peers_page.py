@@ -506,6 +506,15 @@ def test_where_the_claim_is_missed_stands_below_the_tables():
     assert below.index("| best other tool |") < below.index("Where our default is not 1 % below")
 
 
+@pytest.mark.parametrize(
+    ("change", "text"), [(-0.96, "-0.96 %"), (-0.94, "-0.9 %"), (-0.9996, "-0.9996 %")]
+)
+def test_a_claim_that_is_missed_by_little_does_not_read_as_met(change, text):
+    theirs = made(3.0, **OTHER)
+    (page, _) = peers_page([ours(3.0 + math.log1p(change / 100)), theirs])
+    assert f"- 4/8 at 5 bits, floor: {text} with 4,096 tokens" in page
+
+
 def test_the_page_orients_by_what_was_measured_on_the_same_text_with_no_formats_chosen():
     of = [ours(3.0), made(3.0, **OTHER)]
     rows = [

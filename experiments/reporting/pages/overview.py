@@ -27,7 +27,7 @@ from .glance import Setting, inputs_notes, only_format, settings_of
 README_LIMITS = (4.0, 4.5, 5.0, 5.5)
 """element_bits of the budgets that README shows."""
 _DMX = Method(search="differentiable", quantized="W+A", family=USUAL_FAMILY, units="layer")
-_ROUNDED = replace(_DMX, weights="gptq", stage=NATURAL_ORDER)
+_ROUNDED = replace(_DMX, weights="gptq")
 _LEARNED = Method(
     search="joint",
     weights="learned",
@@ -40,7 +40,7 @@ _LEARNED = Method(
 README_METHODS = (
     _DMX,
     _ROUNDED,
-    replace(_ROUNDED, transform="hadamard_block"),
+    replace(_ROUNDED, transform="hadamard_block", stage=NATURAL_ORDER),
     _LEARNED,
     replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
     replace(_LEARNED, input_format="mxfp8_e4m3"),
@@ -98,7 +98,7 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             "scale rule even for MXFP4."
         )
     if any(setting.key.stage == NATURAL_ORDER for setting in shown):
-        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand; by activity, the default since, was not measured here."
+        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand; by activity, which is the default, that row was not measured."
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
         note += f" At {limits} bits all layers have one format, whatever chose."
