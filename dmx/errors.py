@@ -1,5 +1,13 @@
 """Errors that a caller can cause. Each message names the setting, what was found, what is allowed, the way out."""
 
+import json
+from typing import Any
+
+
+def setting_text(value: Any) -> str:
+    """A setting's value as the command line has it: `null`, `true`, `[4.5, 5.0]`; a text as it is."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
 
 class DmxError(ValueError):
     """Base of all errors that the user of dmx can provoke and mend."""

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from dmx.errors import RunError
+from dmx.errors import RunError, setting_text
 from dmx.files import parse_json, read_json, sha256, write_atomic, write_json
 
 STATE_SCHEMA = "dmx.state/1"
@@ -276,7 +276,7 @@ class StateFile:
     def _differing(self, held: Mapping[str, Any]) -> str:
         """` (gptq.order is natural there, activity here)`; empty where no setting that the file says differs."""
         said = [
-            f"{name} is {_said(held[name])} there, {_said(value)} here"
+            f"{name} is {setting_text(held[name])} there, {setting_text(value)} here"
             for name, value in self.settings.items()
             if name in held and held[name] != value
         ]
@@ -286,11 +286,6 @@ class StateFile:
         """The error to raise where a state cannot be used."""
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return RunError(f"{self.path} is damaged ({why}). Delete it to {self.way_out}.")
-
-
-def _said(value: Any) -> str:
-    """A setting as the command line has it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _metadata(content: bytes) -> dict[str, str]:

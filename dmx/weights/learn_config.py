@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmx.errors import DataError, RunError
+from dmx.errors import DataError, RunError, setting_text
 from dmx.formats import SWITCH, BlockFormat, Format, check_choice
 from dmx.models.memory import OOM
 from dmx.weights.learned_optimizer import STATES, warm_cosine
@@ -128,7 +128,7 @@ class LearnConfig:
                 )
         if self.train == "rounding" and (self.steps or not self.block_steps):
             raise RunError(
-                f"learn.train=rounding with learn.steps={self._steps_text} learn.block_steps={self.block_steps}: roundings "
+                f"learn.train=rounding with learn.steps={setting_text(self.steps)} learn.block_steps={self.block_steps}: roundings "
                 "learn block by block alone. Set learn.block_steps=200 learn.steps=0."
             )
 
@@ -158,7 +158,7 @@ class LearnConfig:
         """Refuse what a model that is held block by block cannot do; RunError."""
         if self._may_go_end_to_end:
             raise RunError(
-                f"learn.steps={self._steps_text}: masters, moments and gradients of all weights lie on the device in steps end to "
+                f"learn.steps={setting_text(self.steps)}: masters, moments and gradients of all weights lie on the device in steps end to "
                 "end, and the model is held block by block (run.memory=block). Use learn.block_steps=200 learn.steps=0, "
                 "or run.memory=all."
             )
@@ -204,10 +204,6 @@ class LearnConfig:
     def _may_go_end_to_end(self) -> bool:
         """Whether there are steps end to end, given any text."""
         return self.steps != 0 and self.train != "rounding"
-
-    @property
-    def _steps_text(self) -> str:
-        return "null" if self.steps is None else str(self.steps)
 
     def steps_for(self, learned: int) -> int:
         """Steps end to end.

@@ -6,7 +6,6 @@ checked when the dataclasses are built, before anything is loaded.
 """
 
 import dataclasses
-import json
 import types
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -14,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
+from dmx.errors import setting_text
 from dmx.formats import check_choice
 from dmx.searching.config import DescentConfig
 
@@ -84,11 +84,6 @@ def _check_renamed(setting: str, value: Any) -> None:
         raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {ways}")
 
 
-def _written(value: Any) -> str:
-    """A value as the command line has it; texts in quotes."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-
-
 def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
     """A dataclass from composed values; nested ones too.
 
@@ -119,9 +114,8 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
                 f": {path}=[{value}]" if get_origin(hint) is list and _fits([value], hint) else ""
             )
             shown = shown.replace("None", "null")
-            raise ConfigError(
-                f"{path}={_written(value)} has the wrong type: expected {shown}{way_out}"
-            )
+            found = repr(value) if isinstance(value, str) else setting_text(value)
+            raise ConfigError(f"{path}={found} has the wrong type: expected {shown}{way_out}")
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from dmx.errors import RunError
+from dmx.errors import RunError, setting_text
 from dmx.files import temporary_prefix, write_json, write_text
 
 from ..reporting.stored import flatten
@@ -109,10 +109,7 @@ def _said(settings: Mapping[str, Any], name: str) -> str:
     """A setting as the command line has it."""
     if name not in settings:
         return "not set"
-    value = settings[name]
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return setting_text(settings[name])
 
 
 @contextmanager
