@@ -219,6 +219,10 @@ def test_the_page_says_what_its_tables_show():
     rounded = compared(row(method(weights="gptq"), 3.1 + WAVE))
     said = f"dMX has {math.exp(3.1 + WAVE.mean()):.2f} with gptq and {math.exp(3.25 + WAVE.mean()):.2f} alone."
     assert said in page(at_five_bits(), rounded)
+    facts = {"name": "gptq", "order": "natural"}
+    natural = compared(row(method(weights="gptq"), 3.1 + WAVE, weights=facts))
+    said = said.replace("with gptq", "with gptq in natural order")
+    assert said in page(at_five_bits(), natural)
 
 
 def test_differences_are_on_the_seeds_that_both_have():

@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..groups import Group
 from ..pooling import USUAL, Table, Tables, main_place, unquantized
 from ..record import Limit, Method
+from ..stages import NATURAL_ORDER
 from .cells import best_heuristic, mean_perplexity, percent, verdict
 from .glance import Setting, is_flat, main_settings, settings_of
 
@@ -94,7 +95,9 @@ def _best(model: str, settings: Sequence[Setting], full: Group | None) -> str | 
     values: dict[str, float] = {}
     for setting in shown:
         if budget and (ours := setting.at(budget).dmx):
-            name = _done(setting)  # stages of other settings have one name here: the best of them
+            # Other stages have one name here: the best of them.
+            is_natural = setting.key.stage == NATURAL_ORDER
+            name = _done(setting) + f" in {NATURAL_ORDER}" * is_natural
             values[name] = min(mean_perplexity(ours), values.get(name, math.inf))
     if not values or full is None:
         return None
