@@ -90,7 +90,8 @@ COLUMNS = (
 
 
 def terminal_table(record: Record) -> Table:
-    """The results table for the end of a run, in eighty columns; the same cells as in the report."""
+    """The results table for the end of a run, in eighty columns; the same cells as in the report, without columns that say
+    nothing of any row."""
     if record.training_rows:
         return _recipes_terminal(record.training_rows)
     groups = group_rows(record.rows)
@@ -107,7 +108,7 @@ def terminal_table(record: Record) -> Table:
         for column in COLUMNS
         if column.narrow
         and column.bits in (None, *units)
-        and (compared or column.cell is not _difference_cell)
+        and any(column.cell(group, groups)[0] != "–" for group in groups)
     ]
     for column in columns:
         head = (column.narrow or "").format(against)

@@ -570,6 +570,10 @@ def test_terminal_table_shows_the_cells_of_the_report_in_eighty_columns(run_fold
     said = "same budget, settings and weights; – for that row itself, and where there is none"
     assert said in " ".join(text.split())
     assert "minus" not in shown(record.rows[0]), "where nothing is compared"
+    unmeasured = dataclasses.replace(record.rows[0], perplexity=None, nll=None)
+    heads = "perplexity", "element"
+    assert all(head in shown(record.rows[0], unmeasured) for head in heads)
+    assert [head in shown(unmeasured, unmeasured) for head in heads] == [False, True]
     # What all rows have alike is said once, below, so that no name fills more than two lines.
     lines = [line.rstrip() for line in text.splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith(" dMX + learned "))
