@@ -145,7 +145,7 @@ class Cache:
 
     folder: Path | None
     schema: str
-    """What the files hold, with a version: `dmx.scores/3`."""
+    """What the files hold, with a version: `NAME/VERSION`."""
     what: str
     """For messages: `score file`."""
     way_out: str

@@ -19,7 +19,7 @@ FEWEST_TO_HOLD = 8
 """Batches, one of which is held back; below, none is unless it is asked for."""
 PASSES = 10
 """Over the batches that are learned from, where no number of steps is given: fewer are as good for some formats, and
-from 20 on text that is not learned from loses (docs/lab-notes/weights.md)."""
+from 20 on the perplexity of other text rises (docs/lab-notes/weights.md)."""
 MOST_STEPS = 600
 """Where no number of steps is given."""
 MANY_PASSES = 2 * PASSES
@@ -247,7 +247,7 @@ class LearnConfig:
         count, tokens = len(learned), sum(batch.numel() for batch in learned)
         usual = LearnConfig().steps_for(count)
         for name, steps, fewer in (
-            ("block_steps", self.block_steps, f"learn.block_steps={PASSES * count}"),
+            ("block_steps", self.block_steps, f"learn.block_steps={MANY_PASSES * count}"),
             ("steps", self.steps_for(count), f"learn.steps={usual}, which null takes"),
         ):
             if steps > MANY_PASSES * count:
@@ -289,4 +289,4 @@ class LearnConfig:
 
 def batches_text(count: int) -> str:
     """`1 batch`, `2 batches`."""
-    return f"{count} batch{'es' * (count > 1)}"
+    return f"{count} batch{'es' * (count != 1)}"

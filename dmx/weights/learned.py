@@ -378,8 +378,8 @@ def learn_weights(
     Processes(device).check_same_batches(facts["batches_sha256"])
     numbers = {"micro_batch": config.micro_batch}
     fingerprint = weights_fingerprint(model, assignment, facts | numbers)
-    named = _named(config, facts | numbers)
-    file = _state_file(None if folder is None else Path(folder) / STATE_FILE, fingerprint, named)
+    settings = _settings(config)
+    file = _state_file(None if folder is None else Path(folder) / STATE_FILE, fingerprint, settings)
     # Whatever mode the caller is in, as for `search`.
     with (
         evaluating(model),
@@ -397,7 +397,7 @@ def learn_weights(
         blocks = None
         if config.block_steps:
             place = None if folder is None else Path(folder) / BLOCKS
-            states = BlockStates(place, fingerprint, named)
+            states = BlockStates(place, fingerprint, settings)
             measured = measured_batches(learned, held)
             blocks = BlockLearning(
                 model,
@@ -498,10 +498,20 @@ def _facts(
     return {k: v for k, v in facts.items() if k not in config.idle} | {"start_rules": start}
 
 
-def _named(config: LearnConfig, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that facts follow from, as they were given, for `StateFile`: other data may make another number of null."""
-    names = [f.name for f in fields(config) if f.name in facts and f.name not in config.idle]
-    return {f"learn.{name}": getattr(config, name) for name in names}
+_HOW_IT_RUNS = (
+    "oom",
+    "keep_reference",
+    "gradient_checkpointing",
+    "cuda_graph",
+    "checkpoint_every",
+)
+"""Settings that a stopped run may go on with others of."""
+
+
+def _settings(config: LearnConfig) -> dict[str, Any]:
+    """As they were given, for `StateFile`: other data may make another number of null."""
+    names = {f.name for f in fields(config)} - {*_HOW_IT_RUNS, *config.idle}
+    return {f"learn.{name}": getattr(config, name) for name in sorted(names)}
 
 
 def _check(model: nn.Module, assignment: Assignment) -> None:

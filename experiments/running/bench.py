@@ -214,6 +214,14 @@ class Bench:
             self.run.say(f"learn.steps=null is {steps}: {passes}")
             self.run.actual["learn"] = {"steps": steps}
 
+    def _say_learned(self, what: str, facts: Mapping[str, Any]) -> None:
+        """KL before and after, of batches held back: of those learned from it shows nothing of other text."""
+        if held := facts["held_batches"]:
+            self.run.say(
+                f"{what}: KL {facts['kl_before']:.4f} before, {facts['kl_after']:.4f} after "
+                f"(nats/token; batches held back: {held})"
+            )
+
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
         assert self.calibration is not None
@@ -366,14 +374,9 @@ class Bench:
             config = dataclasses.replace(self.learn, seed=self.learn.seed + seed)
             batches = self.training_batches(seed)
             done = learn_weights(self.model, nearest, batches, config, folder=folder, clock=clock)
-        made = done.weights or {}
-        if held := made.get("held_batches"):  # what was learned from shows nothing of other text
-            self.run.say(
-                f"{stem}, {stage}: KL {made['kl_before']:.4f} before, {made['kl_after']:.4f} after "
-                f"(nats/token; batches held back: {held})"
-            )
+            self._say_learned(f"{stem}, {stage}", done.weights or {})
         self._say_copied(stage, 0, clock.seconds - clock.before, before)
-        facts = {**made, "seconds": clock.seconds, **gpu_peak(self.run.device)}
+        facts = {**(done.weights or {}), "seconds": clock.seconds, **gpu_peak(self.run.device)}
         return dataclasses.replace(done, weights=facts), {}
 
     def _moved(self) -> int:

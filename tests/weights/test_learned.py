@@ -146,7 +146,7 @@ def test_little_text_is_warned_of_before_anything_learns():
     assert said(LearnConfig(steps=140)) == [] == said(LearnConfig())
     (blocks,) = said(LearnConfig(steps=0, block_steps=200))
     assert "learn.block_steps=200 on 7 batches" in blocks
-    assert blocks.endswith("fewer steps (learn.block_steps=70).")
+    assert blocks.endswith("fewer steps (learn.block_steps=140).")
     (unheld,) = said(LearnConfig(steps=7), 7)
     assert "7 batches to learn from: too few to hold one back (from 8 on one is), so" in unheld
     assert (
@@ -156,9 +156,13 @@ def test_little_text_is_warned_of_before_anything_learns():
     )
 
 
+def test_steps_follow_the_batches_where_none_are_given():
+    edges = {1: 10, 59: 590, 60: 600, 61: 600, 2000: 600}
+    assert {batches: LearnConfig().steps_for(batches) for batches in edges} == edges
+
+
 @given(batches=st.integers(1, 2000), steps=st.integers(1, 2000))
-def test_steps_follow_the_batches_where_none_are_given(batches, steps):
-    assert LearnConfig().steps_for(batches) == min(600, 10 * batches)
+def test_given_steps_are_taken_and_roundings_take_none_end_to_end(batches, steps):
     assert LearnConfig(steps=steps).steps_for(batches) == steps
     assert LearnConfig(train="rounding", block_steps=steps).steps_for(batches) == 0
 

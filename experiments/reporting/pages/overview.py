@@ -98,7 +98,7 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             "scale rule even for MXFP4."
         )
     if any(setting.key.stage == NATURAL_ORDER for setting in shown):
-        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand; by activity, which is the default, that row was not measured."
+        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand, not by activity, which is the default."
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
         note += f" At {limits} bits all layers have one format, whatever chose."

@@ -10,8 +10,6 @@ from functools import cached_property
 from statistics import mean, median, stdev
 from typing import Any
 
-from dmx.weights.learn_config import LearnConfig
-
 from ..groups import Group
 from ..record import Record, Row
 from ..stages import NATURAL_ORDER
@@ -38,10 +36,9 @@ UNTOLD = "floor"
 """The rule of ours where it is not given."""
 _NATURAL = "dmx GPTQ"
 """What records call it that were made before it ordered blocks, which the label has said since."""
-_STEPS = re.compile(r"(\d+) steps of (\d+) rows, over the given tokens")
-"""Note of weights that learned."""
-_AGAIN = 5e-4
-"""Relative difference of perplexities between two runs of one request on a card, at most."""
+RERUN = 5e-3
+"""Relative difference of perplexities between two runs on a card of one request for weights that learn, at most; 0.4 %
+was seen (docs/lab-notes/weights.md)."""
 MAY_DIFFER = ("peer torch", "peer transformers")
 """Versions that may differ between seeds; the tool's own may not."""
 
@@ -117,7 +114,7 @@ def label_of(record: Record) -> str:
     """The method, and what it was set to; not what tells machines apart (folders)."""
     numbers = [f"{k}={v}" for k, v in _options(record).items() if str(v).isdigit()]
     notes = ["amp off"] if any("amp off" in note for note in record.actual["notes"]) else []
-    return ", ".join([called(record), *numbers, *_other_steps(record), *notes])
+    return ", ".join([called(record), *numbers, *notes])
 
 
 def called(record: Record) -> str:
@@ -126,16 +123,6 @@ def called(record: Record) -> str:
     if label.partition(", told ")[0] == _NATURAL:
         label = label.replace(_NATURAL, f"{_NATURAL}, {NATURAL_ORDER}")
     return label
-
-
-def _other_steps(record: Record) -> list[str]:
-    """Of weights that learned without a number of steps given, that of an earlier version where it is not what it would be now."""
-    said = [m for note in record.actual["notes"] if (m := _STEPS.match(note))]
-    if not said or "learn_steps" in _options(record):
-        return []
-    steps, rows = map(int, said[0].groups())
-    usual, batches = LearnConfig(), record.requested["tokens"] // (rows_of(record) * rows)
-    return [f"{steps} steps"] * (steps != usual.steps_for(batches - usual.held_of(batches)))
 
 
 def _options(record: Record) -> Mapping[str, Any]:
@@ -190,8 +177,8 @@ class Result:
 
     @property
     def is_varied(self) -> bool:
-        """Whether it had options of its own besides, or other learning steps than are taken now."""
-        return not _options(self.first).keys() <= {RULE, INPUTS} or bool(_other_steps(self.first))
+        """Whether it had options of its own besides."""
+        return not _options(self.first).keys() <= {RULE, INPUTS}
 
     @property
     def family(self) -> tuple[str, ...]:
@@ -344,8 +331,9 @@ def _is_same_answer(record: Record, other: Record) -> bool:
         {kind_of(row): row.perplexity for row in of.rows if row.perplexity is not None}
         for of in (record, other)
     )
+    apart = RERUN if record.actual["gives"] == "weights" else 0.0
     same = all(
-        math.isclose(own[kind], theirs[kind], rel_tol=_AGAIN) for kind in own.keys() & theirs.keys()
+        math.isclose(own[kind], theirs[kind], rel_tol=apart) for kind in own.keys() & theirs.keys()
     )
     return same and record.actual["formats"] == other.actual["formats"]
 
