@@ -420,7 +420,7 @@ def test_readme_has_one_table_of_at_most_eight_rows():
     rotated = "dMX + hadamard block + gptq, natural order"
     assert f"| {rotated} |  | {math.exp(2.9 + WAVE.mean()):.2f} |  |" in table
     assert "earlier reading" not in lines[-1]
-    assert "Natural order: columns as they stand;" in lines[-1]
+    assert "Natural order: columns as they stand, not by activity" in lines[-1]
     data = {"evaluation": dataclasses.replace(text(), sha256="0", tokens=7)}
     lines = readme_table([at_five_bits()], PRESETS, compared(*flat, data=data))
     assert "of an earlier reading of the text, 7 tokens instead of 102,400" in lines[-1]
