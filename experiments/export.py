@@ -20,7 +20,7 @@ from .running.composing import build_root
 from .running.exports import Export, export_verdict
 from .running.guard import entry_point
 from .running.run import Run
-from .running.settings import CalibrationConfig, ConfigError, RunConfig
+from .running.settings import CalibrationConfig, ConfigError, RunConfig, check_at_least
 
 
 @dataclass(kw_only=True)
@@ -66,8 +66,8 @@ class ExportRun:
             check_choice(self.profile, PROFILES, "profile")
         if not self.max_shard_gigabytes > 0:
             raise ConfigError(f"max_shard_gigabytes={self.max_shard_gigabytes} must be above 0")
-        if self.windows < 0 or self.window < 2:
-            raise ConfigError(f"windows={self.windows} must be at least 0, window={self.window} 2")
+        check_at_least("windows", self.windows, 0)
+        check_at_least("window", self.window, 2)
         if self.windows and not self.verify:
             raise ConfigError(f"windows={self.windows} needs verify=true")
         self.export = Export(

@@ -116,6 +116,8 @@ def read_records() -> tuple[dict[str, Record], dict[str, dict[str, Any]]]:
             others[path.stem] = body
         else:
             records[path.stem] = Record.load(path)
+            if not records[path.stem].results:
+                raise RunError(f"{path} has no rows. Make the record again, or delete it.")
     return records, others
 
 

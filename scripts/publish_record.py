@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from dmx.errors import DmxError, RunError
 from dmx.files import write_text
@@ -75,7 +76,12 @@ def _of_rows(folder: Path, like: Path | None) -> dict[str, Any]:
             "a finished run of the same machine, model and texts (--like FOLDER)."
         )
     stated = read_run(like)
-    asked: Any = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE))
+    try:
+        asked: Any = OmegaConf.to_container(OmegaConf.load(folder / CONFIG_FILE))
+    except (OSError, YAMLError) as error:
+        raise RunError(
+            f"{folder / CONFIG_FILE} is missing or damaged, and rows alone do not say what was asked for. Start the run again."
+        ) from error
     if one_sided := sorted(set(asked) ^ set(stated["requested"])):
         raise RunError(
             f"--like={like} is of another command or version than {folder}: only one of them has the settings {one_sided}. "
@@ -149,6 +155,8 @@ def published(
     """
     plain = {name: value for name, value in body.items() if name != "schema"}
     body = {"schema": SCHEMA} | Record.from_dict(plain, "the record").to_dict()
+    if not body["results"]:
+        raise RunError("the record has no rows: nothing was measured. Start its run again.")
     run, asked = body["requested"].get("run"), body["requested"].get("model")
     names = dict(replace or {})
     if isinstance(run, dict) and "folder" in run:
@@ -164,6 +172,10 @@ def published(
         body["model"]["note"] = note
         if isinstance(asked, dict):
             asked["note"] = note
+    if not re.fullmatch(r"[^\n|<>]+", body["model"]["id"]):
+        raise RunError(
+            f"model.id is {body['model']['id']!r}: pages take a line without | < >. Say what the model is (--model NAME)."
+        )
     if PRIVATE.search(body["model"]["id"]):
         raise RunError(
             f"model.id is {body['model']['id']!r}, a folder of this machine. Say what the model is (--model NAME, --note TEXT)."
@@ -216,13 +228,15 @@ def publish(content: str, name: str, records: Path = RECORDS, *, force: bool = F
     """Write a published record under a name.
 
     Raises:
-        RunError: the name is none, or there already.
+        RunError: the name is none, that of a page of many records, or there already.
     """
     if not re.fullmatch(r"\w[\w.-]*", name) or name.endswith(".json"):
         raise RunError(
             f"NAME={name}: letters, digits and _ . - alone, without .json, as in quality_test_x_0."
         )
-    path = records / f"{name}.json"
+    path, page = records / f"{name}.json", records.parent / f"{name}.md"
+    if page.exists() and not path.exists():
+        raise RunError(f"NAME={name}: {page} is the page of many records. Choose another NAME.")
     if path.exists() and not force:
         raise RunError(f"{path} is there already. Choose another NAME, or replace it (--force).")
     return write_text(path, content, "--records")

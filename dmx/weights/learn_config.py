@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ MOST_STEPS = 600
 """Where no number of steps is given."""
 MANY_PASSES = 2 * PASSES
 """A batch that is seen more often is likely to be learned by heart, which a warning says."""
+LEARNED_NAMES = {"weights": "learned", "scales": "learned_scales", "rounding": "learned_rounding"}
+"""What learns -> how an assignment calls it."""
 IDLE = {
     "weights": ("scale_lr",),
     "scales": ("lr", "masters", "block_steps"),
@@ -265,26 +268,26 @@ class LearnConfig:
                 stacklevel=1,
             )
 
-    def warn_where_not_better(self, before: float, after: float, learned: int, held: int) -> None:
-        """Where what learned is no better than what it started from, on text that it did not learn from.
 
-        Args:
-            before, after: KL, nats/token.
-            learned: batches learned from. held: batches held back that both were measured on; 0: on the first of those
-                learned from, which a search may have chosen the formats by, too, so that they show nothing of the sort.
-        """
-        if not held or after < before:
-            return
-        steps = self.steps_for(learned)
-        taken = f"learn.steps={steps}" if steps else f"learn.block_steps={self.block_steps}"
-        rate = f", or a lower learn.lr ({self.lr:g})" if self.train == "weights" else ""
-        warnings.warn(
-            f"learn.train={self.train}: KL on {batches_text(held)} held back was {before:.4f} nats/token before and is {after:.4f} after, so what "
-            "was learned is no better than what it started from, weights to nearest. It is kept as asked for; use the "
-            "assignment before it (weights=nearest). Or give more text (data.training, training.batches), fewer steps than "
-            f"{taken}{rate}.",
-            stacklevel=1,
-        )
+def not_better_text(facts: Mapping[str, Any]) -> str | None:
+    """What to warn of where learned weights are no better than what they started from, on text that they did not learn from.
+
+    Args:
+        facts: what an assignment or a row says of its weights. Without batches held back KL was measured on those learned
+            from, which a search may have chosen the formats by, too, and shows nothing of the sort.
+    """
+    trains = [train for train, name in LEARNED_NAMES.items() if name == facts.get("name")]
+    if not trains or not facts.get("held_batches") or facts["kl_after"] < facts["kl_before"]:
+        return None
+    (train,) = trains
+    name = "steps" if facts["steps"] else "block_steps"
+    rate = f", or a lower learn.lr ({facts['lr']:g})" if train == "weights" else ""
+    return (
+        f"learn.train={train}: KL on {batches_text(facts['held_batches'])} held back was {facts['kl_before']:.4f} nats/token "
+        f"before and is {facts['kl_after']:.4f} after, so what was learned is no better than what it started from, weights to "
+        "nearest. It is kept as asked for; use the assignment before it (weights=nearest). Or give more text (data.training, "
+        f"training.batches), fewer steps than learn.{name}={facts[name]}{rate}."
+    )
 
 
 def batches_text(count: int) -> str:

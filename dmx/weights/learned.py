@@ -21,6 +21,7 @@ itself.
 import math
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -56,7 +57,7 @@ from dmx.state import State, StateFile, code_version
 from dmx.transforms.block import BlockRotation
 from dmx.transforms.stage import RUN_TIME_TRANSFORMS, Transform
 from dmx.weights.identity import weights_fingerprint
-from dmx.weights.learn_config import LearnConfig
+from dmx.weights.learn_config import LEARNED_NAMES, LearnConfig, not_better_text
 from dmx.weights.learned_blocks import STATE_FOLDER as BLOCKS
 from dmx.weights.learned_blocks import BlockLearning, BlockStates
 from dmx.weights.learned_layers import Bank, Masters, learning_model, starting_weights
@@ -65,8 +66,6 @@ from dmx.weights.learned_optimizer import STATES, AdamW
 from dmx.weights.learned_scales import LearnedScales, with_block_scales
 
 STATE_FILE = "learning_state.safetensors"
-LEARNED_NAMES = {"weights": "learned", "scales": "learned_scales", "rounding": "learned_rounding"}
-"""What learns -> how an assignment calls it."""
 LOOK_EVERY = 10
 """Steps between looks at the losses on a GPU, each of which waits for the device."""
 
@@ -433,7 +432,8 @@ def learn_weights(
         elif blocks is not None:
             weights |= blocks.kept
             facts |= {"kl_after": blocks.kl_after, "cuda_graph": "off"}
-        config.warn_where_not_better(facts["kl_before"], facts["kl_after"], len(learned), len(held))
+        if text := not_better_text(facts):
+            warnings.warn(text, stacklevel=1)  # a place in this package, whose warnings a run keeps
         stored = _store(result or weights.__getitem__, samples, assignment, device)
     return assignment.with_artifact("weights", to_bytes(stored, fingerprint), facts)
 

@@ -11,9 +11,10 @@ from torch import nn
 from dmx.applying.calibrate import calibrate_inputs, calibrated_layers
 from dmx.assignment.assignment import Assignment
 from dmx.data import Text, Tokens, encode, text_tokens, windows_of
+from dmx.data.tokens import check_window
 from dmx.exporting import Exported, Plan, check_model, check_new, make_plan, write_plan
 from dmx.formats import BF16
-from dmx.models import LoadedModel, ModelConfig, load_model, meta_model
+from dmx.models import LoadedModel, ModelConfig, load_model, max_positions, meta_model
 
 from ..reporting.record import ExportFacts, ModelFacts, Row, Verdict
 from .bench import check_windows, drawn_batches
@@ -72,6 +73,8 @@ class Export:
         meta = meta_model(model)
         plan = plan or make_plan(self._as_measured(source.on(meta)), **self._target)
         check_windows(meta, self.calibration)
+        if self.windows:
+            check_window(self.window, max_positions(meta.config))
         check_model(plan, meta, Path(folder or run_folder))
         return plan
 

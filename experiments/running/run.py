@@ -18,6 +18,7 @@ from dmx.kernels import ops
 from dmx.processes import Processes
 from dmx.progress import Stopwatch
 from dmx.weights.config import WEIGHTS
+from dmx.weights.learn_config import not_better_text
 
 from ..reporting.groups import group_rows
 from ..reporting.reading import read_record
@@ -205,6 +206,9 @@ class Run:
         assert self.model is not None
         for text in worse_than_uniform(self.measured):
             self.note(text)
+        for row in self.measured:  # also of what an earlier start learned
+            if said := not_better_text(row.weights or {}):
+                self.note(said)
         if self.processes.size > 1:
             self.actual["processes"] = self.processes.size
         if (card := held_card()) is not None:

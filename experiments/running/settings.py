@@ -46,6 +46,16 @@ def check_at_least(setting: str, value: int, low: int) -> None:
         raise ConfigError(f"{setting}={value} must be at least {low}")
 
 
+MOST_SEED = 2**62
+"""Generators take 64 bits with a sign; seeds of a run are added to those of a setting."""
+
+
+def check_seed(setting: str, value: int) -> None:
+    """Raise ConfigError for a seed that no generator takes."""
+    if not 0 <= value <= MOST_SEED:
+        raise ConfigError(f"{setting}={value} must be 0 to {MOST_SEED}")
+
+
 def check_each(setting: str, values: list[Any], allowed: tuple[Any, ...]) -> None:
     """Raise FormatError for the first of `values` that is not allowed."""
     for value in values:
@@ -76,6 +86,7 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         check_at_least("calibration.window", self.window, 2)
         check_at_least("calibration.batch_size", self.batch_size, 1)
+        check_seed("calibration.seed", self.seed)
         if self.batches is not None:
             check_at_least("calibration.batches", self.batches, 1)
 
@@ -95,9 +106,11 @@ class TrainingConfig:
     """Order in which windows are drawn from the text; null = calibration.seed"""
 
     def __post_init__(self) -> None:
-        for name, low in (("window", 2), ("batch_size", 1), ("batches", 1), ("seed", 0)):
+        for name, low in (("window", 2), ("batch_size", 1), ("batches", 1)):
             if (value := getattr(self, name)) is not None:
                 check_at_least(f"training.{name}", value, low)
+        if self.seed is not None:
+            check_seed("training.seed", self.seed)
 
     def beside(self, calibration: CalibrationConfig) -> CalibrationConfig:
         """With what calibration says where nothing is said here."""

@@ -31,13 +31,14 @@ from dmx.errors import DmxError, RunError
 from dmx.evaluate.zero_shot import TASKS
 from dmx.files import check_writable, write_json
 from dmx.formats import BF16, SCALE_RULES, get_family
-from dmx.models import ModelConfig
+from dmx.models import ModelConfig, max_positions, meta_model
 from dmx.models.dtype import DTYPES
 from experiments.reporting.record import Record, Row
 from experiments.running.cards import VISIBLE, visible_cards
 from experiments.running.provenance import device_facts, peak_memory_bytes, time_text, versions
 from experiments.running.settings import (
     CONFIGS,
+    MOST_SEED,
     ConfigError,
     EvalConfig,
     EvaluationConfig,
@@ -224,7 +225,7 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
             f"--option {LEARN_INPUTS}: {INPUTS}={options[INPUTS]} leaves inputs alone while learning, too. Leave one out."
         )
     for key in options.keys() & set(COUNTS):
-        if not (options[key].isdecimal() and int(options[key]) > 0):
+        if not (options[key].isascii() and options[key].isdecimal() and int(options[key]) > 0):
             raise RunError(f"--option {key}={options[key]} must be a whole number, at least 1")
     return options
 
@@ -256,6 +257,8 @@ def check_tokens(given: argparse.Namespace) -> None:
 def check_numbers(given: argparse.Namespace) -> None:
     """Raise RunError for numbers below what they may be, for candidates that are none, and for budgets below these."""
     check_least(given, LEAST)
+    if (seed := max(given.seeds)) > MOST_SEED:
+        raise RunError(f"--seeds {seed} must be at most {MOST_SEED}")
     for names in given.family or [USUAL]:
         formats = get_family(names, setting="--family").formats
         low, high = formats[0].element_bits, formats[-1].element_bits
@@ -265,6 +268,16 @@ def check_numbers(given: argparse.Namespace) -> None:
                     f"--budgets {limit:g}: layers of {'/'.join(names)} have {low:g} to {high:g} element_bits. Give a number "
                     f"from {low:g}, or other candidates (--family)."
                 )
+
+
+def check_positions(given: argparse.Namespace, most: int | None) -> None:
+    """Raise RunError for rows or windows beyond the positions of the model; None: it states none."""
+    for name in ("token_window", "window"):
+        length = getattr(given, name)
+        if most is not None and length > most:
+            raise RunError(
+                f"--{name.replace('_', '-')} {length} is longer than the model's {most} positions. Give at most {most}."
+            )
 
 
 class Grid:
@@ -298,6 +311,9 @@ class Grid:
         folder, requested = self.folder(cell), self._requested(cell)
         if (folder / RECORD).exists():
             return _same(_read(folder / RECORD), requested, folder)
+        python_of(
+            cell.peer, self.pythons
+        )  # a tool that is missing is said before a search is run for it
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
@@ -345,9 +361,9 @@ class Grid:
     def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
         assert after is not None
-        before = cell.of(after)
-        self.run(before, wait=True)
-        return Answer.load(self.folder(before) / ANSWER).formats
+        record = self.run(cell.of(after), wait=True)
+        assert record is not None  # waited for
+        return dict(record.actual["formats"])
 
     def _answer(self, cell: Cell, formats: dict[str, str] | None) -> Answer:
         """The peer's, kept from an earlier start if the same was asked."""
@@ -432,8 +448,10 @@ class Grid:
 def _read(path: Path) -> Record:
     """The record of a cell that is done; RunError says to delete one that cannot be read."""
     try:
-        return Record.load(path)
-    except RunError as error:
+        record = Record.load(path)
+        line_of(record)  # has what a line says
+        return record
+    except (RunError, LookupError, TypeError) as error:
         raise RunError(
             f"{path} is damaged or of another version: delete it, and the cell is measured again"
         ) from error
@@ -491,7 +509,7 @@ def line_of(record: Record) -> str:
         for row in record.rows
         if row.perplexity is not None
     ]
-    bits = record.rows[0].element_bits if record.rows else None
+    bits = record.rows[0].element_bits
     return (
         f"{actual['label']}, {'/'.join(asked_for['family'])}, {asked_for['tokens']} tokens: {bits:.3f} bits, "
         f"{', '.join(said)}; {actual['seconds']:.0f} s, {actual['peak_memory_bytes'] / 2**30:.1f} GiB"
@@ -543,6 +561,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_writable(given.out, "--out")
         texts = read_texts(model, given.calibration, given.evaluation, given.token_window)
         texts.check_enough(given.tokens, given.calibration, given.window, given.evaluation)
+        check_positions(given, max_positions(meta_model(model).config))
         if given.at_once > 1:
             return run_together(arguments, given.at_once, given.device)
         tasks = list(TASKS) if "all" in given.tasks else given.tasks

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -17,7 +18,7 @@ from dmx.errors import RunError
 from dmx.formats import get_block_format
 from dmx.numerics import fake_quant
 
-from .protocol import Answer, layer_bits
+from .protocol import ANSWER, Answer, layer_bits
 
 RULES = ("floor", "even", "rceil", "ceil")
 """In which weights of a peer may be values of their formats."""
@@ -85,9 +86,14 @@ def finished_weights(path: Path, layers: Sequence[str]) -> dict[str, Tensor]:
     """layer -> weight of a peer's file.
 
     Raises:
-        RunError: it holds other tensors than these layers' weights.
+        RunError: it cannot be read, or holds other tensors than these layers' weights.
     """
-    held = load_file(str(path))
+    try:
+        held = load_file(str(path))
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{path} is missing or damaged: delete {ANSWER} beside it, and both are made again"
+        ) from error
     if wrong := sorted({f"{n}.weight" for n in layers} ^ set(held)):
         raise RunError(f"{path} lacks or adds {len(wrong)} tensors, first {wrong[0]}")
     return {n: held[f"{n}.weight"] for n in layers}

@@ -131,6 +131,19 @@ def test_what_no_number_of_steps_becomes_is_said_and_kept(run, record_of, tmp_pa
     assert said in " ".join(err.split())
 
 
+def test_rows_of_an_earlier_start_are_warned_of_too(run, record_of, tmp_path):
+    command = [*TINY_LAYERS, "search=fisher", "baselines=[]", "weights=learned", "budget.limit=4.7"]
+    command += ["training.batches=3", "learn.held_batches=1", "learn.steps=2", "learn.lr=1.0"]
+    warned = []
+    for _ in range(2):
+        code, _out, err = run(search, *command, f"run.folder={tmp_path}/run")
+        assert code == 0, err
+        warned.append(record_of(tmp_path / "run").warnings)
+        (tmp_path / "run" / "record.json").unlink()  # stopped before it was written
+    assert warned[0] == warned[1]
+    assert sum("no better than what it started from" in text for text in warned[0]) == 1
+
+
 def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, tmp_path):
     file = tmp_path / "same.txt"
     file.write_text(

@@ -154,6 +154,8 @@ def test_static_scales_of_inputs_are_measured_by_the_command(run, tmp_path):
         (["target=torchao"], "needs inputs=true"),
         (["target=modelopt", "inputs=true"], "target=modelopt writes names alone"),
         (["windows=-1"], "ConfigError: windows=-1 must be at least 0"),
+        (["windows=1", "window=1"], "ConfigError: window=1 must be at least 2"),
+        (["windows=1", "window=3000"], "window=3000 is longer than the model's 2048 positions"),
         (["windows=1", "verify=false"], "ConfigError: windows=1 needs verify=true"),
         (["max_shard_gigabytes=0"], "ConfigError: max_shard_gigabytes=0 must be"),
         (["model.tiny.intermediate_size=80"], "in_features=80, no multiple of 32"),
@@ -182,7 +184,7 @@ def test_refusals_are_one_line_before_weights_are_loaded(
 
 
 def test_a_text_that_is_too_short(run):
-    code, _, err = run(export, "windows=9", "window=1000000")
+    code, _, err = run(export, "windows=9000", "window=1000")
     assert code == 2 and "need 9000000 tokens" in err and "Traceback" not in err
 
 

@@ -119,6 +119,13 @@ def test_finished_weights_are_values_of_their_formats(tmp_path, generator):
     assert torch.equal(answers.finished_weights(tmp_path / WEIGHTS, ["a"])["a"], rounded)
     with pytest.raises(RunError, match=r"lacks or adds 1 tensors, first b\.weight"):
         answers.finished_weights(tmp_path / WEIGHTS, ["a", "b"])
+    for content in (b"", (tmp_path / WEIGHTS).read_bytes()[:-1], None):
+        if content is None:
+            (tmp_path / WEIGHTS).unlink()
+        else:
+            (tmp_path / WEIGHTS).write_bytes(content)
+        with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
+            answers.finished_weights(tmp_path / WEIGHTS, ["a"])
 
 
 MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_type": "mx_fp"}
@@ -281,6 +288,16 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
         (["--family", "nvfp4", "mxfp8_e4m3"], "nothing to run"),
         (["--at-once", "0"], "--at-once 0 must be at least 1"),
         (["--seeds", "0", "-1"], "--seeds -1 must be at least 0"),
+        (["--seeds", "9" * 20], f"--seeds {'9' * 20} must be at most"),
+        ([*COMMON, "--window", "3000"], "--window 3000 is longer than the model's 2048 positions"),
+        (
+            [*COMMON, "--token-window", "4096", "--tokens", "4096"],
+            "--token-window 4096 is longer than the model's 2048 positions. Give at most 2048.",
+        ),
+        (
+            ["--peers", "ours_weights:kl_per_bit_learned", "--option", "learn_steps=٣"],
+            "--option learn_steps=٣ must be a whole number",
+        ),
         (["--windows", "0"], "--windows 0 must be at least 1"),
         (["--own-windows", "-1"], "--own-windows -1 must be at least 0"),
         (["--peers", "ours:"], "--peers ours:: ours has kl_per_bit,"),
@@ -488,6 +505,8 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
             save_file(quantized, str(folder / WEIGHTS))
         answer_of(formats, own_nll=[5.5] * request.own_windows or None).save(folder / ANSWER)
 
+    found = []
+    monkeypatch.setattr(peers, "python_of", lambda peer, pythons: found.append(peer))
     monkeypatch.setattr(peers, "run_worker", run_worker)
     short = {}
     for split in ("calibration", "evaluation"):
@@ -500,6 +519,7 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert peers.main(command) == 0
     scheme = ("auto_round", "auto_scheme")
     assert asked == [scheme, scheme, ("auto_round", "sign_round")]
+    assert found == ["auto_round"] * 4, "that a tool is there is asked before a cell and its search"
     (busy,) = tmp_path.glob("claims/auto_round-sign_round*")
     with claimed(busy):
         assert peers.main(command) == 0
@@ -534,9 +554,12 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     assert "Against the best other tool" not in page  # nothing of ours is there
 
     cell = next(tmp_path.glob("cells/*auto_scheme*"))
-    (cell / "record.json").write_text('{"x')
-    assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
-    assert "record.json is damaged or of another version: delete it, and" in capsys.readouterr().err
+    whole = json.loads((cell / "record.json").read_text())
+    for wrong in ('{"x', *(json.dumps(whole | of) for of in ({"results": []}, {"actual": {}}))):
+        (cell / "record.json").write_text(wrong)
+        assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1
+        said = "record.json is damaged or of another version: delete it, and"
+        assert said in capsys.readouterr().err
     (cell / "record.json").unlink()
     (cell / ANSWER).write_text('{"x')
     assert peers.main([*command, "--peers", "auto_round:auto_scheme"]) == 1

@@ -137,6 +137,9 @@ def test_a_training_is_published_too():
         ({"warnings": ("/own",)}, ("--model", "m"), "warnings.0 = '/own'"),
         ({"warnings": ("x" * 100_000,)}, ("--model", "m"), "100,000 are allowed"),
         ({"command": 3}, ("--model", "m"), "the record.command is 3, expected str"),
+        ({"results": ()}, ("--model", "m"), "the record has no rows"),
+        ({}, ("--model", "a\nb"), "pages take a line without"),
+        ({}, ("--model", "m", "--records", "pages/records"), "is the page of many records"),
         ({}, ("--model", "m", "--like", "z"), "Leave --like out"),
         ({}, ("--model", "m", "--records", "taken"), "is there already"),
     ],
@@ -146,6 +149,8 @@ def test_what_may_not_be_published_is_refused(tmp_path, monkeypatch, capsys, fie
     whole(**fields).save(tmp_path / "run" / "record.json")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "x.json").write_text("old")
+    (tmp_path / "pages" / "records").mkdir(parents=True)
+    (tmp_path / "pages" / "x.md").touch()
     assert main(["run", "x", "--records", ".", *more]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "x.json").exists()
     assert (tmp_path / "taken" / "x.json").read_text() == "old"
@@ -197,6 +202,14 @@ def test_rows_of_a_run_that_was_cut_off_become_a_record(tmp_path, cut):
 
 def test_what_it_takes_from_another_run_must_be_of_the_same_model_and_texts(tmp_path, cut):
     run, like = tmp_path / "run", tmp_path / "like"
+    settings = (run / "config.yaml").read_text()
+    for wrong in ("a: [", None):
+        (run / "config.yaml").unlink()
+        if wrong is not None:
+            (run / "config.yaml").write_text(wrong)
+        with pytest.raises(RunError, match=r"config\.yaml is missing or damaged"):
+            read_run(run, like)
+    (run / "config.yaml").write_text(settings)
     with pytest.raises(RunError, match="its run was cut off"):
         read_run(run)
     cut(calibration={"batches": 8})
