@@ -44,6 +44,7 @@ from ..experiments.helpers import (
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "results" / "records"
+ONE_RECORD = min(RECORDS.glob("peers_*.json"))
 WAVE = 0.1 * np.sin(np.arange(50))
 KL_PER_BIT, FISHER = method("kl_per_bit"), method("fisher")
 TEST, VALIDATION = "wikitext2/test", "wikitext2/validation"
@@ -122,6 +123,11 @@ def test_a_picture_is_drawn_where_it_is_written_and_looked_for_otherwise(make_ta
         ("x", '{"schema": "dmx.record/1"}', "schema is 'dmx.record/1', this version reads"),
         ("x", '{"schema": "dmx.record/2"}', "Record misses keys"),
         ("x", '{"schema": "mor.safety_net/1"}', "a record lacks what its page shows"),
+        (
+            "x",
+            json.dumps(json.loads(ONE_RECORD.read_text()) | {"results": []}),
+            "x.json has no rows",
+        ),
     ],
 )
 def test_a_record_that_is_none_is_named_and_nothing_written(
