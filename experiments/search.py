@@ -70,7 +70,9 @@ def main(cfg: DictConfig) -> float | None:
     meta = meta_model(config.model)
     search_space(meta, config.search).check_budget(config.budget, warn=False)
     training = config.training_for([config.weights], [config.search.name])
-    check_windows(meta, config.calibration, config.evaluation, training)
+    check_windows(
+        meta, calibration=config.calibration, evaluation=config.evaluation, training=training
+    )
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()

@@ -63,7 +63,7 @@ class DataConfig:
             raise DataError(
                 f"data.files={self.files!r} with data.name={self.name!r}: files and name=files go "
                 "together. Give both or neither; on the command line they are "
-                " data.calibration.files=[...] and data.evaluation.files=[...], .name likewise."
+                "data.calibration.files=[...] and data.evaluation.files=[...], .name likewise."
             )
         if self.max_characters is not None and self.max_characters < 1:
             raise DataError(f"data.max_characters={self.max_characters} must be > 0 or null.")

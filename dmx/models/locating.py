@@ -145,8 +145,8 @@ def explained(config: ModelConfig, *, on_hub: bool) -> Iterator[None]:
         elif kind == "offline" or (kind == "other" and not hub_is_reachable()):
             message = (
                 "it is not in the local cache and the Hugging Face hub is out of reach. Connect "
-                "to the network, or give a local folder as model.id. A model that needs no "
-                "download: model=tiny_llama."
+                "to the network, or give a local folder as model.id. Models that need no "
+                "download: model=tiny_llama, model=smollm2_135m_instruct_gguf."
             )
         else:
             message = f"it cannot be loaded: {type(error).__name__}: {error}"

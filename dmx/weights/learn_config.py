@@ -114,6 +114,7 @@ class LearnConfig:
                 continue
             if type(value) is not int or value < low:
                 more = ", or null" if may_be_null else ""
+                more += ", or 0 with learn.block_steps" if (name, low) == ("steps", 1) else ""
                 raise RunError(
                     f"learn.{name}={value!r} must be a whole number, at least {low}{more}"
                 )

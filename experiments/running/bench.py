@@ -25,6 +25,7 @@ from dmx.data import (
     text_tokens,
     token_batches,
 )
+from dmx.errors import DataError, setting_text
 from dmx.evaluate.perplexity import cut_windows
 from dmx.exporting import load_exported
 from dmx.formats import BlockFormat
@@ -52,19 +53,38 @@ EVALUATION = "evaluation of "
 """What names of stages begin with that measure a row."""
 
 
-def check_windows(meta: Any, *configs: CalibrationConfig | EvaluationConfig | None) -> None:
-    """Raise DataError for windows beyond the positions of a model, which may be a meta one; None
-    for what is not used."""
-    for config in configs:
+def check_windows(meta: Any, **configs: CalibrationConfig | EvaluationConfig | None) -> None:
+    """Raise DataError for windows beyond the positions of a model, which may be a meta one.
+
+    Args:
+        configs: by the name of their settings; None for what is not used.
+    """
+    for name, config in configs.items():
         if config is not None:
-            check_window(config.window, max_positions(meta.config))
+            try:
+                check_window(config.window, max_positions(meta.config))
+            except DataError as error:
+                raise DataError(f"{name}.{error}") from error
 
 
-def drawn_batches(tokens: Tensor, config: CalibrationConfig, seed: int) -> list[Tensor]:
-    """Batches of a text; another seed draws other windows in another order."""
-    return token_batches(
-        tokens, config.window, config.batch_size, seed=config.seed + seed, n_batches=config.batches
-    )
+def drawn_batches(tokens: Tensor, name: str, config: CalibrationConfig, seed: int) -> list[Tensor]:
+    """Batches of a text; another seed draws other windows in another order.
+
+    Args:
+        name: of the text and its settings, calibration or training.
+    """
+    try:
+        return token_batches(
+            tokens,
+            config.window,
+            config.batch_size,
+            seed=config.seed + seed,
+            n_batches=config.batches,
+        )
+    except DataError as error:
+        asked = ("window", "batch_size", "batches")
+        said = " ".join(f"{name}.{key}={setting_text(getattr(config, key))}" for key in asked)
+        raise DataError(f"data.{name} with {said}: {error}") from error
 
 
 def _say_input_rules(run: Run, settings: SearchSettings) -> None:
@@ -225,12 +245,12 @@ class Bench:
     def batches(self, seed: int) -> list[Tensor]:
         """Calibration batches of one seed: another seed draws other windows in another order."""
         assert self.calibration is not None
-        return drawn_batches(self._calibration_tokens, self.calibration, seed)
+        return drawn_batches(self._calibration_tokens, "calibration", self.calibration, seed)
 
     def training_batches(self, seed: int) -> list[Tensor]:
         """Batches that weights learn from, likewise."""
         assert self.training is not None
-        return drawn_batches(self._training_tokens, self.training, seed)
+        return drawn_batches(self._training_tokens, "training", self.training, seed)
 
     def learned_batches(self, seed: int) -> list[Tensor]:
         """Those that are not held back to measure on."""

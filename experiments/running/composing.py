@@ -84,6 +84,27 @@ def _check_renamed(setting: str, value: Any) -> None:
         raise ConfigError(f"{setting}={value}: {setting} is called {new} now: {ways}")
 
 
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    types.NoneType: "null",
+}
+
+
+def _type_text(hint: Any) -> str:
+    """A type in words: `a whole number or auto`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type_text, parts))
+    if origin is Literal:
+        return " or ".join(map(setting_text, parts))
+    if origin in (list, tuple):
+        return f"a list, of which each is {_type_text(parts[0])}"
+    return _IN_WORDS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
 def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
     """A dataclass from composed values; nested ones too.
 
@@ -109,13 +130,13 @@ def build(cls: type[_T], node: dict[str, Any], setting: str = "") -> _T:
         elif get_origin(hint) is Literal:
             check_choice(value, get_args(hint), path)
         else:
-            shown = getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
             way_out = (
                 f": {path}=[{value}]" if get_origin(hint) is list and _fits([value], hint) else ""
             )
-            shown = shown.replace("None", "null")
             found = repr(value) if isinstance(value, str) else setting_text(value)
-            raise ConfigError(f"{path}={found} has the wrong type: expected {shown}{way_out}")
+            raise ConfigError(
+                f"{path}={found} has the wrong type: expected {_type_text(hint)}{way_out}"
+            )
     missing = [
         f.name
         for f in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class Export:
         plan = None if given is None else make_plan(self._as_measured(given), **self._target)
         meta = meta_model(model)
         plan = plan or make_plan(self._as_measured(source.on(meta)), **self._target)
-        check_windows(meta, self.calibration)
+        check_windows(meta, calibration=self.calibration)
         if self.windows:
             check_window(self.window, max_positions(meta.config))
         check_model(plan, meta, Path(folder or run_folder))
@@ -95,7 +95,7 @@ class Export:
         """The plan with the ranges that inputs have on a text."""
         assert self.calibration is not None
         tokens = encode(loaded.tokenizer, text, bos)
-        batches = drawn_batches(tokens, self.calibration, 0)
+        batches = drawn_batches(tokens, "calibration", self.calibration, 0)
         run.data["calibration"] = batches_facts(text, batches, tokens.start)
         measured = calibrate_inputs(loaded.model, plan.assignment, batches, static=True)
         return make_plan(measured, **self._target)

@@ -309,13 +309,13 @@ class SearchingRun:
     def unused(self, weights: Collection[str], searches: Collection[str]) -> list[str]:
         """Of settings that other stages of the weights would use, and these do not, in a sentence for each group. They are
         not refused, as an experiment may have set them for the stage that a command takes another for."""
-        here = f"weights={','.join(weights)}"
+        here = f"here weights={','.join(weights)}"
         said = []
         if "learned" not in weights and (changed := _changed(self.learn)):
-            said.append(f"learn.{changed[0]} is not used: it is for weights=learned, and {here}.")
+            said.append(f"learn.{changed[0]} is not used: it is for weights=learned; {here}.")
         if self.training_for(weights, searches) is None and (changed := _changed(self.training)):
             said.append(
-                f"training.{changed[0]} is not used: it is for weights=learned and search=joint, and {here}."
+                f"training.{changed[0]} is not used: it is for weights=learned and search=joint; {here}."
             )
         return said
 

@@ -170,7 +170,9 @@ def test_every_field_can_be_set_from_the_command_line(override, attribute):
 def test_settings_of_weights_that_do_not_learn_here_are_named():
     run = built("learn.steps=7", "training.batches=3")
     of_learn, of_training = run.unused(["nearest", "mse"], ["kl"])
-    assert of_learn.startswith("learn.steps=7 is not used: it is for weights=learned, and weights=")
+    assert of_learn.startswith(
+        "learn.steps=7 is not used: it is for weights=learned; here weights="
+    )
     assert of_training.startswith(
         "training.batches=3 is not used: it is for weights=learned and search=joint"
     )
@@ -189,7 +191,7 @@ def test_unknown_keys_and_choices_do_not_compose(override):
     [
         ({"id": "x", "dtyp": "float32"}, r"model key='dtyp' is not allowed.*Did you mean 'dtype'"),
         ({"dtype": "float32"}, r"model: id not set"),
-        ({"id": 3}, r"model\.id=3 has the wrong type: expected str"),
+        ({"id": 3}, r"model\.id=3 has the wrong type: expected a text"),
         ({"id": "x", "tiny": {"layers": 1.5}}, r"model\.tiny\.layers=1\.5 has the wrong type"),
         ({"id": "x", "tiny": "small"}, r"model\.tiny='small' has the wrong type"),
     ],

@@ -180,7 +180,7 @@ def test_evaluation_text_in_the_text_for_learning_is_warned_of(run, record_of, t
         ("learn.steps=0", "learn.steps=0 must be a whole number, at least 1, or null"),
         ("learn.masters=float16", "learn.masters"),
         ("training.window=1", "training.window=1 must be at least 2"),
-        ("training.window=100000", "window=100000 is longer than the model's"),
+        ("training.window=100000", "training.window=100000 is longer than the model's"),
         ("training.batches=100000", "100000 needed"),
         ("learn.held_batches=6", "learn.held_batches=6 of 6 batches leaves none"),
         ("data.training.name=wikitext3", "data.name='wikitext3' is unknown"),

@@ -716,7 +716,7 @@ def test_compare_measures_both_roundings_of_one_assignment(run, rows_of, tmp_pat
     )
     assert code == 0, err
     said = Record.load(tmp_path / "alone" / "record.json").warnings
-    assert "learn.steps=7 is not used: it is for weights=learned, and weights=gptq." in said
+    assert "learn.steps=7 is not used: it is for weights=learned; here weights=gptq." in said
     assert [r.label for r in rows_of(tmp_path / "alone")] == [f"fisher{GPTQ}"]
     for bad in ("weights=[gtpq]", "weights=[]", "gptq.damping=0", "gptq.order=act"):
         code, _out, err = run(
