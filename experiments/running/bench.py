@@ -132,6 +132,8 @@ class Bench:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
         self.stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
         """Around each stage that takes time; the names are those of `expected_stages`."""
+        self._changed_files: dict[tuple[str, int], list[str]] = {}
+        """Stage of the weights, seed -> files of what it made, in this start or an earlier one."""
         if safety != "off":
             run.alone(f"safety={safety}, which counts what it sees,")
         self._model_config = model
@@ -324,7 +326,9 @@ class Bench:
             else:
                 change = partial(self._changed, stage, stem, found, config.seed)
                 changed = partial(self._staged, f"weights of {search}", change)
-                self.rows(f"{stem}.{stage}.json", changed, called=f"{search}, {stage}")
+                path = f"{stem}.{stage}.json"
+                self.rows(path, changed, called=f"{search}, {stage}")
+                self._changed_files.setdefault((stage, config.seed), []).append(path)
 
     def _staged(self, name: str, make: Make) -> tuple[Assignment, dict[str, Any]]:
         with self.stage(name):
@@ -370,12 +374,19 @@ class Bench:
         self, stage: str, stem: str, found: Make, seed: int
     ) -> tuple[Assignment, dict[str, Any]]:
         """What a search found with the scales of its weights by least squared error, of weights or of what layers
-        give, with its weights rounded by GPTQ, or learned. What a stopped stage goes on from is kept in a folder
-        meanwhile."""
+        give, with its weights rounded by GPTQ, or learned; once for searches that chose alike. What a stopped stage goes
+        on from is kept in a folder meanwhile."""
         nearest, folder = self._saved(f"{stem}.json", found), self.run.path(f"{stem}.{stage}")
         if stage == "mse":
             mse = nearest.with_rule("weight", "mse")
             return dataclasses.replace(mse, weights={"name": "mse"}), {}
+        for path in self._changed_files.get((stage, seed), ()):
+            if not self.run.processes.agree(self.run.path(path).exists):
+                continue  # deleted since its row was measured
+            made = Assignment.load(self.run.path(path))
+            if dataclasses.replace(made, weights=None, search=nearest.search) == nearest:
+                self.run.say(f"{stem}, {stage}: chose as {path} did, whose weights are taken")
+                return dataclasses.replace(made, search=nearest.search), {}
         clock, before = Stopwatch(), self._moved()
         reset_gpu_peak(self.run.device)
         if stage == "gptq":

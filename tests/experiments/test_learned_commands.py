@@ -131,6 +131,30 @@ def test_what_no_number_of_steps_becomes_is_said_and_kept(run, record_of, tmp_pa
     assert said in " ".join(err.split())
 
 
+def test_weights_of_searches_that_chose_alike_are_made_once(run, record_of, tmp_path):
+    command = [*LEARNING, "searches=[kl_per_bit,adaptive,fisher]", "budgets=[4.7]", "baselines=[]"]
+    command += ["weights=[gptq,learned]", "gptq.batches=2", f"run.folder={tmp_path}/run"]
+    code, _out, err = run(compare, *command)
+    assert code == 0, err
+    rows = record_of(tmp_path / "run").rows
+    kl, adaptive, _fisher = ({r.method.weights: r for r in rows[i : i + 2]} for i in (0, 2, 4))
+    for stage in ("gptq", "learned"):
+        assert adaptive[stage].weights == kl[stage].weights, "their seconds, too"
+        assert adaptive[stage].nll == kl[stage].nll
+        (said,) = (line for line in err.splitlines() if f"adaptive-4.7-seed0/assignment, {stage}:" in line and "taken" in line)  # fmt: skip
+        assert f"kl_per_bit-4.7-seed0/assignment.{stage}.json" in said
+        path = tmp_path / "run" / adaptive[stage].assignment
+        assert Assignment.load(path).search.name == "adaptive" and Assignment.load(path).content("weights")  # fmt: skip
+    # Of a row that is there already, too: as a run that goes on has it.
+    (tmp_path / "run" / "record.json").unlink()
+    for path in [*(tmp_path / "run").glob("rows/adaptive*"), *(tmp_path / "run").glob("adaptive*/assignment.learned*")]:  # fmt: skip
+        path.unlink()
+    code, _out, err = run(compare, *command)
+    assert code == 0 and "chose as kl_per_bit" in " ".join(err.split())
+    again = record_of(tmp_path / "run").rows
+    assert [(r.nll, r.weights) for r in again] == [(r.nll, r.weights) for r in rows]
+
+
 def test_rows_of_an_earlier_start_are_warned_of_too(run, record_of, tmp_path):
     command = [*TINY_LAYERS, "search=fisher", "baselines=[]", "weights=learned", "budget.limit=4.7"]
     command += ["training.batches=3", "learn.held_batches=1", "learn.steps=2", "learn.lr=1.0"]
