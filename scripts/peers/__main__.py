@@ -311,9 +311,8 @@ class Grid:
         folder, requested = self.folder(cell), self._requested(cell)
         if (folder / RECORD).exists():
             return _same(_read(folder / RECORD), requested, folder)
-        python_of(
-            cell.peer, self.pythons
-        )  # a tool that is missing is said before a search is run for it
+        # Before a search is run for it: a tool that is missing.
+        python_of(cell.peer, self.pythons)
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
