@@ -1,4 +1,4 @@
-"""Long arrays of a published record as text: `<kind> <count> <base64>`, the same numbers to the bit.
+"""Long arrays of a published record as text, `<kind> <count> <base64>`, the same numbers to the bit; formats by kind of layer.
 
 A run's own record.json has plain lists. In docs/results/records the losses of windows and the answers to items of tasks are
 packed, and everything else stays plain JSON; whatever reads records takes both. Kinds, of which the shortest that gives
@@ -8,12 +8,15 @@ every number back is taken:
     float32    four bytes, little-endian
     decimal32  the same bytes; the number is the shortest decimal that names this float32
     float64    eight bytes
+
+Formats of layers are digits, one a decoder block: `{"of": ["mxfp4", "mxfp8_e4m3"], "model.layers.*.mlp.up_proj": "0110"}`.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,9 +56,48 @@ def unpack(text: str) -> tuple[float, ...]:
     )
 
 
+_OF = "of"
+"""Key of the names that digits stand for."""
+
+
+def pack_formats(formats: Mapping[str, Any]) -> dict[str, Any]:
+    """layer -> format name by kind of layer, which `unpack_formats` makes these of again; as they are where it would not."""
+    names, digits = sorted({str(name) for name in formats.values()}), dict[str, str]()
+    for layer, name in formats.items():
+        kind = re.sub(r"(?<=\.)\d+(?=\.)", "*", layer, count=1)
+        digits[kind] = f"{digits.get(kind, '')}{names.index(str(name))}"
+    made = {_OF: names, **digits}
+    return made if len(names) <= 10 and unpack_formats(made) == formats else dict(formats)
+
+
+def unpack_formats(formats: Mapping[str, Any]) -> dict[str, str]:
+    """layer -> format name, block by block; what is not packed stays as it is.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    names = formats.get(_OF)
+    if not isinstance(names, list):
+        return dict(formats)
+    kinds = {kind: digits for kind, digits in formats.items() if kind != _OF}
+    try:
+        blocks = range(max(map(len, kinds.values()), default=0))
+        return {
+            kind.replace("*", str(block), 1): names[int(digits[block])]
+            for block in blocks
+            for kind, digits in kinds.items()
+            if block < len(digits)
+        }
+    except (TypeError, LookupError, ValueError) as error:
+        raise ValueError("expected format names, and digits that name them by block") from error
+
+
 def packed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Plain values of a record, with the long arrays of its rows packed."""
-    return {**body, "results": [_packed_row(row) for row in body["results"]]}
+    """Plain values of a record, with the long arrays of its rows and formats of layers packed."""
+    actual = dict(body["actual"])
+    if isinstance(actual.get("formats"), Mapping):
+        actual["formats"] = pack_formats(actual["formats"])
+    return {**body, "actual": actual, "results": [_packed_row(row) for row in body["results"]]}
 
 
 def _packed_row(row: Mapping[str, Any]) -> dict[str, Any]:

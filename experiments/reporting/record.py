@@ -19,6 +19,7 @@ from dmx.assignment.facts import KEPT_OF
 from dmx.errors import RunError
 from dmx.files import write_json
 
+from .packed import unpack_formats
 from .stored import Stored, read_json
 
 SCHEMA = "dmx.record/2"
@@ -539,4 +540,12 @@ class Record(Stored):
                 f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}. Run the command again, "
                 "or read the file with the version that wrote it."
             )
-        return cls.from_dict(body, str(path))
+        record = cls.from_dict(body, str(path))
+        if not isinstance(formats := record.actual.get("formats"), Mapping):
+            return record
+        try:
+            return dataclasses.replace(
+                record, actual={**record.actual, "formats": unpack_formats(formats)}
+            )
+        except ValueError as error:
+            raise RunError(f"{path}.actual.formats is damaged: {error}") from error

@@ -165,7 +165,7 @@ def test_a_readme_without_its_marks_loses_nothing(make_tables):
 def test_records_stay_small_and_name_no_machine_path():
     texts = [path.read_text() for path in RECORDS.glob("*.json")]
     assert max(map(len, texts)) < 100_000
-    assert sum(map(len, texts)) < 9_000_000
+    assert sum(map(len, texts)) < 8_000_000
     assert not any('"/' in content for content in texts)  # nothing begins as an absolute path
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from dmx.errors import RunError
-from experiments.reporting.packed import pack, unpack
+from experiments.reporting.packed import pack, pack_formats, unpack, unpack_formats
 from experiments.reporting.pages.quality import quality_pages
 from experiments.reporting.record import ModelFacts, Record
 from scripts.publish_record import CUT, main, published, read_run
@@ -86,6 +86,39 @@ def test_a_damaged_array_is_named(tmp_path, wrong):
     (tmp_path / "x.json").write_text(json.dumps(body))
     with pytest.raises(RunError, match=r"x\.json\.results\[0\]\.window_nll is .* expected numbers"):
         Record.load(tmp_path / "x.json")
+
+
+LAYERS = st.builds(
+    "{}.{}.{}".format, st.sampled_from(["model.layers", "h"]), st.integers(0, 12), st.sampled_from(["q", "mlp.experts.3.up"])
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(LAYERS | st.sampled_from(["lm_head", "of", "a.b"]), st.sampled_from(["mxfp4", "fp8", "bf16"])))  # fmt: skip
+def test_packed_formats_come_back(formats):
+    assert unpack_formats(pack_formats(formats)) == formats
+    assert pack_formats(pack_formats(formats)) == pack_formats(formats)
+
+
+def test_formats_are_packed_by_kind_of_layer_and_damaged_ones_named(tmp_path):
+    formats = {f"model.layers.{i}.{k}": f"mxfp{4 + 4 * (i == 1)}" for i in range(3) for k in "qo"}
+    kinds = {"of": ["mxfp4", "mxfp8"], "model.layers.*.q": "010", "model.layers.*.o": "010"}
+    assert pack_formats(formats) == kinds and list(unpack_formats(kinds)) == list(formats)
+    several = formats | {"model.layers.5.q": "mxfp4"}  # blocks between them have none
+    assert pack_formats(several) == several
+    made = compared(row(DMX, LOSSES))
+    made = dataclasses.replace(made, actual={**made.actual, "formats": formats})
+    body = json.loads(published(made.to_dict()))
+    assert body["actual"]["formats"] == kinds
+    for digits in ("012", 3, "0x0"):
+        (tmp_path / "x.json").write_text(
+            json.dumps(body | {"actual": {"formats": kinds | {"model.layers.*.q": digits}}})
+        )
+        with pytest.raises(RunError, match=r"x\.json\.actual\.formats is damaged: expected"):
+            Record.load(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text(json.dumps(body))
+    assert Record.load(tmp_path / "x.json").actual["formats"] == formats
+    assert published({**body}) == json.dumps(body, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 # --- what is published -----------------------------------------------------------------------------
