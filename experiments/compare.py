@@ -71,12 +71,7 @@ def main(cfg: DictConfig) -> None:
     if not config.collect:
         measured = config.evaluation if config.eval.perplexity else None
         training = config.training_for(config.weights, config.plan.names)
-        config.plan.check_shapes(
-            config.model,
-            calibration=config.calibration,
-            evaluation=measured,
-            training=training,
-        )
+        config.plan.check_shapes(config.model, config.calibration, measured, training)
     asked = Assignment.load(config.ablate) if config.ablate else None
     with Run(cfg, config.run, "compare") as run:
         if run.show_if_finished():

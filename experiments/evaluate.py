@@ -81,8 +81,7 @@ def main(cfg: DictConfig) -> None:
     given = [source.on(meta) if source.uniform is None else None for source in sources]
     needs = config.evaluation.sees_inputs and any(map(Source.needs_calibration, sources, given))
     calibration = config.calibration if config.safety != "off" or needs else None
-    evaluation = config.evaluation if config.eval.perplexity else None
-    check_windows(meta, calibration=calibration, evaluation=evaluation)
+    check_windows(meta, calibration, config.evaluation if config.eval.perplexity else None)
     search_space(meta, uniform)  # a transform file is read, and refused, before weights load
     with Run(cfg, config.run, "evaluate") as run:
         if run.show_if_finished():

@@ -70,9 +70,7 @@ def main(cfg: DictConfig) -> float | None:
     meta = meta_model(config.model)
     search_space(meta, config.search).check_budget(config.budget, warn=False)
     training = config.training_for([config.weights], [config.search.name])
-    check_windows(
-        meta, calibration=config.calibration, evaluation=config.evaluation, training=training
-    )
+    check_windows(meta, config.calibration, config.evaluation, training)
     with Run(cfg, config.run, "search") as run:
         if run.show_if_finished():
             return run.main_result()

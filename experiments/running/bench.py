@@ -53,13 +53,15 @@ EVALUATION = "evaluation of "
 """What names of stages begin with that measure a row."""
 
 
-def check_windows(meta: Any, **configs: CalibrationConfig | EvaluationConfig | None) -> None:
-    """Raise DataError for windows beyond the positions of a model, which may be a meta one.
-
-    Args:
-        configs: by the name of their settings; None for what is not used.
-    """
-    for name, config in configs.items():
+def check_windows(
+    meta: Any,
+    calibration: CalibrationConfig | None,
+    evaluation: EvaluationConfig | None = None,
+    training: CalibrationConfig | None = None,
+) -> None:
+    """Raise DataError for windows beyond the positions of a model, which may be a meta one; None for what is not used."""
+    given = {"calibration": calibration, "evaluation": evaluation, "training": training}
+    for name, config in given.items():
         if config is not None:
             try:
                 check_window(config.window, max_positions(meta.config))

@@ -72,7 +72,7 @@ class Export:
         plan = None if given is None else make_plan(self._as_measured(given), **self._target)
         meta = meta_model(model)
         plan = plan or make_plan(self._as_measured(source.on(meta)), **self._target)
-        check_windows(meta, calibration=self.calibration)
+        check_windows(meta, self.calibration)
         if self.windows:
             check_window(self.window, max_positions(meta.config))
         check_model(plan, meta, Path(folder or run_folder))

@@ -107,12 +107,14 @@ class Comparison:
     def check_shapes(
         self,
         model: ModelConfig,
-        **windows: CalibrationConfig | EvaluationConfig | None,
+        calibration: CalibrationConfig,
+        evaluation: EvaluationConfig | None,
+        training: CalibrationConfig | None,
     ) -> None:
         """Refuse windows and budgets that do not fit the model, before its weights load; raises the
         errors of the library."""
         meta = meta_model(model)
-        check_windows(meta, **windows)
+        check_windows(meta, calibration, evaluation, training)
         space = search_space(meta, self.settings)
         for limit in self.budgets:
             space.check_budget(Budget(limit, self.unit), warn=False)
