@@ -144,13 +144,17 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         )
 
 
-def check_window(window: int, max_positions: int | None) -> None:
-    """Raise DataError for a window the model has no positions for (None: no limit known)."""
+def check_window(window: int, max_positions: int | None, setting: str = "window") -> None:
+    """Raise DataError for a window the model has no positions for (None: no limit known).
+
+    Args:
+        setting: what the message calls it.
+    """
     if window < 2:
-        raise DataError(f"window={window} must be at least 2: one token to predict the next.")
+        raise DataError(f"{setting}={window} must be at least 2: one token to predict the next.")
     if max_positions is not None and window > max_positions:
         raise DataError(
-            f"window={window} is longer than the model's {max_positions} positions. "
+            f"{setting}={window} is longer than the model's {max_positions} positions. "
             f"Use a window of at most {max_positions}."
         )
 

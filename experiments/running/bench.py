@@ -63,10 +63,7 @@ def check_windows(
     given = {"calibration": calibration, "evaluation": evaluation, "training": training}
     for name, config in given.items():
         if config is not None:
-            try:
-                check_window(config.window, max_positions(meta.config))
-            except DataError as error:
-                raise DataError(f"{name}.{error}") from error
+            check_window(config.window, max_positions(meta.config), f"{name}.window")
 
 
 def drawn_batches(tokens: Tensor, name: str, config: CalibrationConfig, seed: int) -> list[Tensor]:
@@ -134,8 +131,8 @@ class Bench:
         self.run, self.calibration, self.evaluation = run, calibration, evaluation
         self.stage: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
         """Around each stage that takes time; the names are those of `expected_stages`."""
-        self._changed_files: dict[tuple[str, int], list[str]] = {}
-        """Stage of the weights, seed -> files of what it made, in this start or an earlier one."""
+        self._changed_files: dict[tuple[str, int, float, str], list[str]] = {}
+        """Stage of the weights, seed, budget -> files of what it made, in this start or an earlier one."""
         if safety != "off":
             run.alone(f"safety={safety}, which counts what it sees,")
         self._model_config = model
@@ -326,11 +323,13 @@ class Bench:
             if stage == "nearest":
                 self.rows(f"{stem}.json", found, called=search)
             else:
-                change = partial(self._changed, stage, stem, found, config.seed)
+                key = (stage, config.seed, budget.limit, budget.unit)
+                others = self._changed_files.setdefault(key, [])
+                change = partial(self._changed, stage, stem, found, config.seed, others)
                 changed = partial(self._staged, f"weights of {search}", change)
                 path = f"{stem}.{stage}.json"
                 self.rows(path, changed, called=f"{search}, {stage}")
-                self._changed_files.setdefault((stage, config.seed), []).append(path)
+                others.append(path)
 
     def _staged(self, name: str, make: Make) -> tuple[Assignment, dict[str, Any]]:
         with self.stage(name):
@@ -373,16 +372,20 @@ class Bench:
         return result.assignment, facts | gpu_peak(self.run.device)
 
     def _changed(
-        self, stage: str, stem: str, found: Make, seed: int
+        self, stage: str, stem: str, found: Make, seed: int, others: Sequence[str]
     ) -> tuple[Assignment, dict[str, Any]]:
         """What a search found with the scales of its weights by least squared error, of weights or of what layers
         give, with its weights rounded by GPTQ, or learned; once for searches that chose alike. What a stopped stage goes
-        on from is kept in a folder meanwhile."""
+        on from is kept in a folder meanwhile.
+
+        Args:
+            others: files of what the stage made of what other searches found for the same budget and seed.
+        """
         nearest, folder = self._saved(f"{stem}.json", found), self.run.path(f"{stem}.{stage}")
         if stage == "mse":
             mse = nearest.with_rule("weight", "mse")
             return dataclasses.replace(mse, weights={"name": "mse"}), {}
-        for path in self._changed_files.get((stage, seed), ()):
+        for path in others:
             if not self.run.processes.agree(self.run.path(path).exists):
                 continue  # deleted since its row was measured
             made = Assignment.load(self.run.path(path))

@@ -36,7 +36,7 @@ UNTOLD = "floor"
 """The rule of ours where it is not given."""
 _NATURAL = "dmx GPTQ"
 """What records call it that were made before it ordered blocks, which the label has said since."""
-RERUN = 5e-3
+_RERUN = 5e-3
 """Relative difference of perplexities between two runs on a card of one request for weights that learn, at most; 0.4 %
 was seen (docs/lab-notes/weights.md)."""
 MAY_DIFFER = ("peer torch", "peer transformers")
@@ -331,7 +331,7 @@ def _is_same_answer(record: Record, other: Record) -> bool:
         {kind_of(row): row.perplexity for row in of.rows if row.perplexity is not None}
         for of in (record, other)
     )
-    apart = RERUN if record.actual["gives"] == "weights" else 0.0
+    apart = _RERUN if record.actual["gives"] == "weights" else 0.0
     same = all(
         math.isclose(own[kind], theirs[kind], rel_tol=apart) for kind in own.keys() & theirs.keys()
     )
