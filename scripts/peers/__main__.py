@@ -51,6 +51,7 @@ from .answers import assignment_of, finished_weights, weight_rule
 from .bench import Bench
 from .protocol import (
     ANSWER,
+    COMPILE,
     FAILURE,
     INPUTS,
     REQUEST,
@@ -217,7 +218,12 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
             raise RunError(f"--option {key} is given twice, {options[key]} and {value}: give one.")
         options[key] = value
     alone = (BF16.name,)
-    for key, known_values in ((RULE, SCALE_RULES), (INPUTS, alone), (LEARN_INPUTS, alone)):
+    for key, known_values in (
+        (RULE, SCALE_RULES),
+        (INPUTS, alone),
+        (LEARN_INPUTS, alone),
+        (COMPILE, ("no",)),
+    ):
         if (value := options.get(key, known_values[0])) not in known_values:
             raise RunError(f"--option {key}={value}: there are {', '.join(known_values)}.")
     if {INPUTS, LEARN_INPUTS} <= options.keys():

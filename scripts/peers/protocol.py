@@ -23,6 +23,8 @@ WEIGHTS = "weights.safetensors"
 FAILURE = "failure.txt"
 INPUTS = "inputs"
 """The option by which a method is told to leave inputs alone (bf16); else they have the formats of their weights."""
+COMPILE = "compile"
+"""The option by which the published dMX's quantizers are not compiled (no)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dmx.errors import RunError
 
-from .protocol import INPUTS
+from .protocol import COMPILE, INPUTS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -153,7 +153,7 @@ PEERS = {
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
                 needs=("dmx",),
-                takes=("steps",),
+                takes=("steps", COMPILE),
             ),
         },
         cannot=("it chooses for every layer alone; a penalty stands in place of a budget",),

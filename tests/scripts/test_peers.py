@@ -658,11 +658,10 @@ PUBLISHED = os.environ.get("DMX_PUBLISHED")
 
 @pytest.mark.parametrize("name", installed("brevitas", "dmx"))
 @pytest.mark.skipif(not PUBLISHED, reason="DMX_PUBLISHED names no folder of the published plugins")
-def test_the_published_dmx_runs_and_is_read_rightly(name, tmp_path):
-    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON]
-    assert (
-        peers.main([*command, "--units", "layer", "--option", f"dmx={PUBLISHED}", "steps=3"]) == 0
-    )
+@pytest.mark.parametrize("more", [[], ["compile=no"]], ids=["compiled", "not compiled"])
+def test_the_published_dmx_runs_and_is_read_rightly(name, more, tmp_path):
+    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON, "--units", "layer"]
+    assert peers.main([*command, "--option", f"dmx={PUBLISHED}", "steps=3", *more]) == 0
     (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
     own = record.actual["own"]
     assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
