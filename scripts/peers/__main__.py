@@ -55,12 +55,14 @@ from .protocol import (
     FAILURE,
     INPUTS,
     REQUEST,
+    REST,
     WEIGHTS,
     Answer,
     Request,
     end_with,
     ending_with_this,
 )
+from .rotated import Rest
 from .texts import NAMES, read_texts
 from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
@@ -322,7 +324,7 @@ class Grid:
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
-        formats = self._chosen(cell, method.after) if method.gives == "weights" else None
+        formats = None if method.after is None else self._chosen(cell, method.after)
         answer = self._answer(cell, formats)
         actual, rows = self._measured(cell, answer)
         record = Record(
@@ -363,9 +365,8 @@ class Grid:
         before = {} if after is None else self._all_options(cell.of(after))
         return before | self._options(cell)
 
-    def _chosen(self, cell: Cell, after: str | None) -> dict[str, str]:
+    def _chosen(self, cell: Cell, after: str) -> dict[str, str]:
         """Formats of the method before, which runs first if it has not."""
-        assert after is not None
         record = self.run(cell.of(after), wait=True)
         assert record is not None  # waited for
         return dict(record.actual["formats"])
@@ -390,7 +391,7 @@ class Grid:
         is_same = (folder / REQUEST).exists() and Request.load(folder / REQUEST) == request
         if not (is_same and (folder / ANSWER).exists()):
             # Before the request: an answer is never beside one that it is not of.
-            for name in (ANSWER, FAILURE, WEIGHTS):
+            for name in (ANSWER, FAILURE, WEIGHTS, REST):
                 (folder / name).unlink(missing_ok=True)
             request.save(folder / REQUEST)
             bench.write_tokens(folder, bench.rows(cell.tokens, cell.seed), request.own_windows)
@@ -417,7 +418,8 @@ class Grid:
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
-        with bench.weights(finished):
+        rest = Rest.load(folder / REST) if method.rotates else Rest()
+        with bench.weights(finished), rest.inside(bench.model):
             rows = [
                 bench.row(
                     assignment,
@@ -443,6 +445,7 @@ class Grid:
             "said_bits": answer.said_bits,
             "own": own,
             "weight_rule": rule,
+            "chose": method.after is None,
             "notes": answer.notes,
             "beside": self.given.beside,
             "cannot": list(peer.cannot),

@@ -91,12 +91,17 @@ def finished_weights(path: Path, layers: Sequence[str]) -> dict[str, Tensor]:
     try:
         held = load_file(str(path))
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{path} is missing or damaged: delete {ANSWER} beside it, and both are made again"
-        ) from error
+        raise damaged(path) from error
     if wrong := sorted({f"{n}.weight" for n in layers} ^ set(held)):
         raise RunError(f"{path} lacks or adds {len(wrong)} tensors, first {wrong[0]}")
     return {n: held[f"{n}.weight"] for n in layers}
+
+
+def damaged(path: Path) -> RunError:
+    """Of a file beside an answer."""
+    return RunError(
+        f"{path} is missing or damaged: delete {ANSWER} beside it, and both are made again"
+    )
 
 
 def with_rules(assignment: Assignment, weight: str, inputs: str) -> Assignment:

@@ -31,9 +31,11 @@ class Method:
     formats: tuple[str, ...] = MXFP
     """That it can be given."""
     gives: str = "formats"
-    """formats | weights: weights are those of formats that another method chose (`after`)."""
+    """formats | weights: weights are those of formats that another method chose (`after`), or it itself."""
     after: str | None = None
     """PEER:METHOD whose formats it is given."""
+    rotates: bool = False
+    """Whether its weights are of a rotated model, whose other parameters it leaves beside."""
     units: tuple[str, ...] = ("fused", "layer")
     families: tuple[tuple[str, ...], ...] | None = None
     """Lists of candidates that it can be given; None: any of its formats."""
@@ -150,6 +152,15 @@ PEERS = {
         methods={
             "dmx": Method(
                 label="dMX as published",
+                families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
+                units=("layer",),
+                needs=("dmx",),
+                takes=("steps", COMPILE),
+            ),
+            "dmx_rotated": Method(
+                label="dMX as published, rotations learned",
+                gives="weights",
+                rotates=True,
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
                 needs=("dmx",),

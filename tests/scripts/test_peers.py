@@ -1,5 +1,6 @@
 """Other tools' choices beside ours: what they are asked, how their answers are read, and, where .venv-peers is, the tools."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -27,7 +28,8 @@ from experiments.running.settings import CONFIGS
 from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, texts, tools
-from scripts.peers.protocol import ANSWER, WEIGHTS, Answer, Request, layer_bits
+from scripts.peers.protocol import ANSWER, INPUT_ROTATION, WEIGHTS, Answer, Request, layer_bits
+from scripts.peers.rotated import Rest
 from scripts.peers.workers import (
     auto_round_worker,
     brevitas_worker,
@@ -126,6 +128,66 @@ def test_finished_weights_are_values_of_their_formats(tmp_path, generator):
             (tmp_path / WEIGHTS).write_bytes(content)
         with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
             answers.finished_weights(tmp_path / WEIGHTS, ["a"])
+
+
+def rest_file(path, rotation, names, **parameters):
+    held = parameters if rotation is None else parameters | {INPUT_ROTATION: rotation.contiguous()}
+    save_file(held, str(path), metadata={INPUT_ROTATION: " ".join(names)})
+    return path
+
+
+def test_a_rotated_model_is_measured_as_what_it_is(model, tmp_path, generator):
+    """Residual rotated, norms folded, inputs of a layer rotated at run time: the same function of other parameters."""
+    model = copy.deepcopy(model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    ids = torch.randint(0, 200, (2, 16), generator=generator)
+    before = {name: p.clone() for name, p in model.named_parameters(remove_duplicate=False)}
+
+    def turned(size):
+        return torch.linalg.qr(torch.randn(size, size, generator=generator))[0]
+
+    turn, online = turned(32), turned(64)
+    final = before["model.norm.weight"]
+    layers = {n: before[f"{n}.weight"] for n, m in model.named_modules() if "proj" in n}
+    for name, weight in layers.items():
+        norm = "post_attention" if "mlp" in name else "input"
+        if "down" in name or "o_proj" in name:
+            layers[name] = turn.T @ (weight @ online if "down" in name else weight)
+        else:
+            layers[name] = weight * before[f"model.layers.0.{norm}_layernorm.weight"] @ turn
+    parameters = {n: torch.ones(32) for n in before if "norm" in n}
+    parameters["model.embed_tokens.weight"] = before["model.embed_tokens.weight"] @ turn
+    parameters["lm_head.weight"] = before["lm_head.weight"] * final @ turn
+    down = "model.layers.0.mlp.down_proj"
+    rest = Rest.load(rest_file(tmp_path / "r", online, [down], **parameters))
+    with torch.no_grad():
+        wanted = model(ids).logits
+        for name, weight in layers.items():
+            model.get_submodule(name).weight.copy_(weight)
+        with rest.inside(model):
+            made = model(ids).logits
+        for name in layers:
+            model.get_submodule(name).weight.copy_(before[f"{name}.weight"])
+        torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(ids).logits, wanted)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_rotated_model_that_is_none_of_ours_is_refused(model, tmp_path):
+    path = tmp_path / "r"
+    with pytest.raises(RunError, match=r"has a parameter model\.none, the model has none"):
+        rest = Rest.load(rest_file(path, None, [], **{"model.none": torch.ones(1)}))
+        rest.inside(model).__enter__()
+    with pytest.raises(RunError, match=r"norm\.weight has the shape \(3,\), the model's \(32,\)"):
+        rest = Rest.load(rest_file(path, None, [], **{"model.norm.weight": torch.ones(3)}))
+        rest.inside(model).__enter__()
+    for rotation, names in ((torch.eye(2), []), (None, ["a"])):
+        rest_file(path, rotation, names, **{"model.norm.weight": torch.ones(32)})
+        with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
+            Rest.load(path)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
+        Rest.load(path)
 
 
 MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_type": "mx_fp"}
@@ -663,6 +725,19 @@ def test_the_published_dmx_runs_and_is_read_rightly(name, more, tmp_path):
     command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON, "--units", "layer"]
     assert peers.main([*command, "--option", f"dmx={PUBLISHED}", "steps=3", *more]) == 0
     (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
+    own = record.actual["own"]
+    assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", installed("brevitas", "dmx_rotated"))
+@pytest.mark.skipif(not PUBLISHED, reason="DMX_PUBLISHED names no folder of the published plugins")
+def test_the_published_dmx_with_rotations_is_read_rightly(name, tmp_path):
+    """The rotated model runs here, its online rotations too, and loses what its own does."""
+    command = ["tiny_llama", "--out", str(tmp_path), "--peers", name, *COMMON, "--units", "layer"]
+    more = [f"dmx={PUBLISHED}", "steps=3", "compile=no"]
+    assert peers.main([*command, "--option", *more]) == 0
+    (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
+    assert record.actual["gives"] == "weights" and record.actual["chose"]
     own = record.actual["own"]
     assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
 
