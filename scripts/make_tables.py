@@ -31,6 +31,7 @@ from experiments.reporting.pages.mor import mor_page  # noqa: E402
 from experiments.reporting.pages.overview import readme_table  # noqa: E402
 from experiments.reporting.pages.peers import COMMAND as PEERS  # noqa: E402
 from experiments.reporting.pages.peers import peers_page  # noqa: E402
+from experiments.reporting.pages.peers_tools import readme_tools  # noqa: E402
 from experiments.reporting.pages.quality import quality_pages  # noqa: E402
 from experiments.reporting.pages.scaling import scaling_page  # noqa: E402
 from experiments.reporting.pages.tasks import tasks_page  # noqa: E402
@@ -45,7 +46,8 @@ from experiments.reporting.stored import flatten, read_json  # noqa: E402
 
 RESULTS = ROOT / "docs" / "results"
 RECORDS = RESULTS / "records"
-START, END = "<!-- overview: made by scripts/make_tables.py -->", "<!-- end of overview -->"
+OVERVIEW, TOOLS = "overview", "other tools"
+"""What README has between marks."""
 UNIFORM_RECORD = "smollm2_135m_compare"
 """Where README takes the uniform formats from."""
 LINEAR_SCHEMA = "mor.linear_bench/1"
@@ -70,16 +72,17 @@ def presets() -> Presets:
     )
 
 
-def between(text: str, content: str) -> str:
-    """The text with other content between the marks."""
-    if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
+def between(text: str, name: str, content: str) -> str:
+    """The text with other content between the marks of that name."""
+    start, end = f"<!-- {name}: made by scripts/make_tables.py -->", f"<!-- end of {name} -->"
+    if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
         raise DmxError(
-            f"README.md must hold {START} once and {END} once after it: what stands between them is "
+            f"README.md must hold {start} once and {end} once after it: what stands between them is "
             "replaced. Put both back."
         )
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
-    return f"{before}{START}\n\n{content}\n\n{END}{after}"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    return f"{before}{start}\n\n{content}\n\n{end}{after}"
 
 
 def own_page(name: str, record: Record) -> Made:
@@ -175,7 +178,7 @@ def outputs() -> Made:
             made[RESULTS / "export.md"] = export_page(exports)
     if quality := [r for name, r in records.items() if name.startswith("quality_")]:
         with told_of(f"{RECORDS}/quality_*.json"):
-            made |= quality_outputs(quality, records.get(UNIFORM_RECORD))
+            made |= quality_outputs(quality)
     if by_tokens := {n: r for n, r in records.items() if n.startswith(TOKENS)}:
         with told_of(f"{RECORDS}/{TOKENS}*.json"):
             text, figures = tokens_page(by_tokens)
@@ -189,6 +192,8 @@ def outputs() -> Made:
         made[RESULTS / "mor.md"] = text
         made |= {RESULTS / name: figure for name, figure in figures.items()}
     pages = {path.name: text for path, text in made.items() if isinstance(text, str)}
+    with told_of(f"{RECORDS}, what README shows"):
+        made |= readme_outputs(quality, records.get(UNIFORM_RECORD), list(peers.values()))
     made[RESULTS / "README.md"] = index_page(
         {name: text for name, text in pages.items() if name != "README.md"}
     )
@@ -220,15 +225,22 @@ def peers_outputs(peers: dict[str, Record], others: Sequence[Record] = ()) -> Ma
         raise
 
 
-def quality_outputs(quality: list[Record], uniform: Record | None) -> Made:
-    """The quality pages, their pictures, and the table of README."""
-    settings = presets()
-    pages = quality_pages(quality, settings)
+def quality_outputs(quality: list[Record]) -> Made:
+    """The quality pages and their pictures."""
+    pages = quality_pages(quality, presets())
     made: Made = {RESULTS / name: text for name, text in pages.texts.items()}
-    made |= {RESULTS / name: figure for name, figure in pages.pictures.items()}
-    table = "\n".join(readme_table(quality, settings, uniform))
+    return made | {RESULTS / name: figure for name, figure in pages.pictures.items()}
+
+
+def readme_outputs(quality: list[Record], uniform: Record | None, peers: list[Record]) -> Made:
+    """README with the tables of both; one that no record gives stays as it is."""
     readme = ROOT / "README.md"
-    return made | {readme: between(readme.read_text(), table)}
+    text = readme.read_text()
+    if quality:
+        text = between(text, OVERVIEW, "\n".join(readme_table(quality, presets(), uniform)))
+    if lines := readme_tools(peers):
+        text = between(text, TOOLS, "\n".join(lines))
+    return {readme: text}
 
 
 def differing(made: Made, *, check: bool) -> dict[Path, bytes]:

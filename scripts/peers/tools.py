@@ -151,7 +151,7 @@ PEERS = {
         own_rule="floor",
         methods={
             "dmx": Method(
-                label="dMX as published",
+                label="dMX as published, rotations off",
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
                 needs=("dmx",),

@@ -158,8 +158,13 @@ def test_the_damaged_one_of_the_records_of_other_tools_is_named(make_tables, par
 
 
 def test_a_readme_without_its_marks_loses_nothing(make_tables):
-    with pytest.raises(DmxError, match="end of overview"):
-        make_tables.between(f"{make_tables.START}\nold\nthe rest of the page", "new")
+    start, end = (f"<!-- {text} -->" for text in ("t: made by scripts/make_tables.py", "end of t"))
+    assert (
+        make_tables.between(f"a\n{start}\nold\n{end}\nb", "t", "new")
+        == f"a\n{start}\n\nnew\n\n{end}\nb"
+    )
+    with pytest.raises(DmxError, match="end of t"):
+        make_tables.between(f"{start}\nold\nthe rest of the page", "t", "new")
 
 
 def test_records_stay_small_and_name_no_machine_path():

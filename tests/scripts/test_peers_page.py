@@ -9,6 +9,7 @@ import pytest
 from experiments.reporting.pages import peers_against
 from experiments.reporting.pages.peers import peers_page
 from experiments.reporting.pages.peers_results import results_of
+from experiments.reporting.pages.peers_tools import readme_tools
 from experiments.reporting.record import Device
 from scripts.peers.tools import PEERS
 
@@ -454,6 +455,34 @@ def test_each_other_tool_stands_where_most_was_measured_and_not_where_ours_is_mi
     assert f"{level(3.0):.2f} → {level(2.9):.2f} (-9.5) | 1 |" in section(page, title)[0]
     assert title not in peers_page([*many, ours(3.0, seed=5)])[0]
     assert title not in peers_page([ours(3.0)])[0]
+
+
+def in_layers(of):
+    return replace(of, requested={**of.requested, "units": "layer"})
+
+
+def test_a_tool_that_takes_other_units_alone_stands_among_the_others():
+    title = "Each other tool, and ours in its place"
+    layers = {"peer": "brevitas", "name": "dmx", "label": "published"}
+    fused = [ours(2.9), *(made(3.0, **OTHER, seed=s) for s in range(3))]
+    other = [in_layers(made(3.2, **layers)), in_layers(ours(2.8)), in_layers(made(3.1, **OTHER))]
+    rows = section(peers_page([*fused, *other])[0], title)
+    assert [row.split(" | ")[0] for row in rows] == ["| ModelOpt", "| published, layer units"]
+    assert f"{level(3.2):.2f} → {level(2.8):.2f}" in rows[1]
+    elsewhere = [replace(r, requested={**r.requested, "tokens": 512}) for r in other]
+    assert len(section(peers_page([*fused, *elsewhere])[0], title)) == 1
+
+
+def test_readme_has_each_other_tool_and_at_how_many_places_claims_hold():
+    lines = readme_tools(
+        [ours(2.9), made(3.0, **OTHER), made(3.8, peer="auto_round", label="AutoScheme")]
+    )
+    own, theirs = f"{level(2.9):.2f}", f"{level(3.0):.2f}"
+    change = f"{100 * math.expm1(-0.1):+.1f}"
+    assert lines[2] == f"| ModelOpt | formats alone | {theirs} → {own} ({change}) | 10 → 10 |"
+    assert len([line for line in lines if line.startswith("|")]) == 4
+    assert lines[-1].endswith("at least 1 % lower at 2 of 2 places with formats alone.")
+    assert readme_tools([ours(2.9)]) == []
 
 
 def test_a_tool_whose_loss_is_not_finite_under_a_rule_stands_under_the_other():

@@ -27,8 +27,9 @@ from .peers_results import (
 CLAIMS = {"formats": 1.0, "weights": 5.0}
 """%: by how much ours is to be below the best other tool; finished weights in less time, too."""
 NAMES = {"formats": "formats alone", "weights": "finished weights"}
-UNCOUNTED = "brevitas"
-"""The peer that no claim is held against: the published dMX, of which no run has had all its steps."""
+UNCOUNTED = ("brevitas", "dmx")
+"""Peer and method that no claim is held against: formats of the published dMX without its rotations, which its authors
+do not leave out."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
             for kind in dict.fromkeys(k for r in asked for k in r.kinds):
                 ours = default(asked, asked[0].gives, kind)
                 comparison = None if ours is None else best_compared(ours, kind, of)
-                if comparison and comparison.other.first.requested["peer"] != UNCOUNTED:
+                if comparison and comparison.other.asked != UNCOUNTED:
                     found.append(comparison)
     return found
 

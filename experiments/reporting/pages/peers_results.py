@@ -160,6 +160,16 @@ class Result:
         return str(self.first.requested["method"])
 
     @property
+    def asked(self) -> tuple[str, str]:
+        """Peer and method."""
+        return str(self.first.requested["peer"]), self.method
+
+    @property
+    def units(self) -> str:
+        """That formats were chosen for."""
+        return str(self.first.requested["units"])
+
+    @property
     def is_ours(self) -> bool:
         """This project's."""
         return self.first.requested["peer"] in OURS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
 from ..markdown import markdown
 from ..record import Record, Row
 from ..texts import SIDES
-from .peers_against import NAMES, Comparison, compared, others_told, seconds_of
+from .peers_against import NAMES, Comparison, compared, others_told, seconds_of, verdict
 from .peers_results import (
     Result,
     by_place,
@@ -18,36 +19,109 @@ from .peers_results import (
     kind_of,
     measured_of,
     place_text,
+    results_of,
 )
 
 HEAD = ("your tool", "gives", "its s", "ours", "our s")
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Methods of other tools, and ours in their place: of one model, its texts, candidates, budget and number of tokens."""
+
+    first: Result
+    rule: str
+    rows: Sequence[Mapping[str, Comparison]]
+    """Of each method, by what is quantized."""
+
+    @property
+    def shown(self) -> list[str]:
+        """Of what can be quantized."""
+        return [quantized for quantized in SIDES if any(quantized in row for row in self.rows)]
+
+    @property
+    def request(self) -> str:
+        """Candidates, budget and tokens."""
+        tokens, _ = self.first.tokens
+        of = f"candidates {candidates(self.first.family)}, {self.first.limit:g} bits"
+        return f"{of}, {tokens:,} calibration tokens"
+
+    def name(self, row: Mapping[str, Comparison]) -> str:
+        """Of the method, and its units where they are others."""
+        other = next(iter(row.values())).other
+        return other.title + f", {other.units} units" * (other.units != self.first.units)
+
+
 def each_tool(results: Sequence[Result]) -> list[str]:
     """The section; nothing where no method of another tool has an answer of ours beside it."""
-    place, asked = _most_measured(results)
-    rule = _best_rule([r for r in asked if not r.is_ours])
-    if rule is None:
+    beside = tools_beside(results)
+    if beside is None:
         return []
-    rows = sorted(_rows(asked, rule, place), key=_order)
-    if not rows:
-        return []
-    shown = [quantized for quantized in SIDES if any(quantized in row for row in rows)]
-    kinds = [cell for q in shown for cell in (f"{q}: theirs → ours (difference, %)", "seeds")]
-    first = asked[0]
+    kinds = [f"{q}: theirs → ours (difference, %)" for q in beside.shown]
     return [
         "",
         "## Each other tool, and ours in its place",
         "",
-        f"Where most was measured of other tools: {place_text(first.first)}, candidates {candidates(first.family)}, "
-        f"{first.limit:g} bits, {first.tokens[0]:,} calibration tokens; scale rule {rule}, under which most was measured; where "
+        f"Where most was measured of other tools: {place_text(beside.first.first)} where no other units stand, {beside.request}; "
+        f"scale rule {beside.rule}, under which most was measured; where "
         "several have as much, that of their lowest mean perplexity. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
         "negative where ours is lower, ± its standard error, paired by seed; one seed has none. Ours is what the command does by "
         "default for this kind of answer. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
         "finished weights are with the fastest search that chose their formats.",
         "",
-        *markdown([*HEAD, *kinds], (_cells(row, shown) for row in rows)),
+        *markdown(
+            [*HEAD, *(cell for kind in kinds for cell in (kind, "seeds"))],
+            (_cells(beside, row) for row in beside.rows),
+        ),
     ]
+
+
+def readme_tools(records: Sequence[Record]) -> list[str]:
+    """The same for README, less seeds and what was told, and at how many places the claims hold; nothing where there is none."""
+    results = results_of(records)
+    beside = tools_beside(results)
+    if beside is None:
+        return []
+    first = beside.first.first
+    return [
+        *markdown(
+            ["other tool", "gives", *(f"{q}: theirs → ours" for q in beside.shown), "seconds"],
+            (_short_cells(beside, row) for row in beside.rows),
+        ),
+        "",
+        f"Perplexity of {first.model.id} on {first.data['evaluation'].name}; {beside.request}, {first.device.name}, {beside.first.units} "
+        f"units where no other stand, scale rule {beside.rule}; means over the seeds that both have, and how far ours is from theirs in %, ± its standard error. "
+        "Seconds of finished weights are with the search that chose their formats. "
+        + verdict(results)[0],
+    ]
+
+
+def tools_beside(results: Sequence[Result]) -> Beside | None:
+    """Of the place, candidates, budget and number of tokens where most was measured of other tools; of methods that are not there,
+    those of the same with other units. None where no answer of ours stands beside another's."""
+    place, asked = _most_measured(results)
+    rule = _best_rule([r for r in asked if not r.is_ours])
+    if rule is None:
+        return None
+    found: dict[str, Mapping[str, Comparison]] = {}
+    for units_place, units_asked in ((place, asked), *_in_other_units(results, asked[0])):
+        for row in _rows(units_asked, rule, units_place):
+            found.setdefault(next(iter(row.values())).other.title, row)
+    if not found:
+        return None
+    return Beside(asked[0], rule, sorted(found.values(), key=_order))
+
+
+def _in_other_units(
+    results: Sequence[Result], like: Result
+) -> Iterator[tuple[list[Result], list[Result]]]:
+    """Places that differ from that of a result in units alone, and of each the same request."""
+    key = (measured_of(like.first), like.first.data["calibration"].sha256)
+    for place in by_place(results):
+        first = place[0]
+        of = (measured_of(first.first), first.first.data["calibration"].sha256)
+        if of == key and first.units != like.units:
+            yield place, [r for r in place if r.request[:-1] == like.request[:-1]]
 
 
 def _most_measured(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
@@ -97,25 +171,33 @@ def _order(row: Mapping[str, Comparison]) -> tuple[int, float]:
     return list(NAMES).index(first.other.gives), first.levels[1]
 
 
-def _cells(row: Mapping[str, Comparison], shown: Sequence[str]) -> list[Any]:
+def _cells(beside: Beside, row: Mapping[str, Comparison]) -> list[Any]:
     of = list(row.values())
     own, theirs = seconds_of(of)
     cells: list[Any] = [
-        of[0].other.title,
+        beside.name(row),
         NAMES[of[0].other.gives],
         "; ".join(theirs.values()),
         "; ".join(dict.fromkeys(c.ours.title for c in of)),
         "; ".join(own.values()),
     ]
-    for quantized in shown:
+    for quantized in beside.shown:
         found = row.get(quantized)
-        cells += [_levels(found), len(found.seeds)] if found else ["", ""]
+        cells += [_levels(found) + found.note, len(found.seeds)] if found else ["", ""]
     return cells
+
+
+def _short_cells(beside: Beside, row: Mapping[str, Comparison]) -> list[str]:
+    first = next(iter(row.values()))
+    own, theirs = seconds_of([first])
+    seconds = f"{next(iter(theirs.values()))} → {next(iter(own.values()))}"
+    levels = (_levels(row[q]) if q in row else "" for q in beside.shown)
+    return [beside.name(row), NAMES[first.other.gives], *levels, seconds]
 
 
 def _levels(comparison: Comparison) -> str:
     own, theirs = comparison.levels
-    return f"{theirs:.2f} → {own:.2f} ({comparison.text}){comparison.note}"
+    return f"{theirs:.2f} → {own:.2f} ({comparison.text})"
 
 
 def unquantized(results: Sequence[Result], others: Sequence[Record]) -> list[str]:
