@@ -55,14 +55,14 @@ from .protocol import (
     FAILURE,
     INPUTS,
     REQUEST,
-    REST,
+    ROTATED,
     WEIGHTS,
     Answer,
     Request,
     end_with,
     ending_with_this,
 )
-from .rotated import Rest
+from .rotated import RotatedParts
 from .texts import NAMES, read_texts
 from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
@@ -391,7 +391,7 @@ class Grid:
         is_same = (folder / REQUEST).exists() and Request.load(folder / REQUEST) == request
         if not (is_same and (folder / ANSWER).exists()):
             # Before the request: an answer is never beside one that it is not of.
-            for name in (ANSWER, FAILURE, WEIGHTS, REST):
+            for name in (ANSWER, FAILURE, WEIGHTS, ROTATED):
                 (folder / name).unlink(missing_ok=True)
             request.save(folder / REQUEST)
             bench.write_tokens(folder, bench.rows(cell.tokens, cell.seed), request.own_windows)
@@ -418,8 +418,8 @@ class Grid:
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
-        rest = Rest.load(folder / REST) if method.rotates else Rest()
-        with bench.weights(finished), rest.inside(bench.model):
+        rotated = RotatedParts.load(folder / ROTATED) if method.rotates else RotatedParts()
+        with bench.weights(finished), rotated.inside(bench.model):
             rows = [
                 bench.row(
                     assignment,
@@ -445,7 +445,7 @@ class Grid:
             "said_bits": answer.said_bits,
             "own": own,
             "weight_rule": rule,
-            "chose": method.after is None,
+            "chose_formats": method.after is None,
             "notes": answer.notes,
             "beside": self.given.beside,
             "cannot": list(peer.cannot),

@@ -98,7 +98,7 @@ def finished_weights(path: Path, layers: Sequence[str]) -> dict[str, Tensor]:
 
 
 def damaged(path: Path) -> RunError:
-    """Of a file beside an answer."""
+    """The error of a file beside an answer, with the way out."""
     return RunError(
         f"{path} is missing or damaged: delete {ANSWER} beside it, and both are made again"
     )

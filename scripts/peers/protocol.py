@@ -1,4 +1,5 @@
-"""What a runner is asked for (`request.json`, `tokens.safetensors`) and answers (`answer.json`, `weights.safetensors`).
+"""What a runner is asked for (`request.json`, `tokens.safetensors`) and answers (`answer.json`, `weights.safetensors`,
+`rotated.safetensors`).
 
 Both lie in the folder of one cell. This file is the one that both sides import: the standard library alone, since an
 environment of a peer holds the peer and what it needs.
@@ -20,11 +21,11 @@ TOKENS = "tokens.safetensors"
 ANSWER = "answer.json"
 WEIGHTS = "weights.safetensors"
 """`NAME.weight` of every layer with a format, dequantized; of a stage that changes weights."""
-REST = "rest.safetensors"
-"""Of a stage that rotates the model: every parameter beside, by name, and INPUT_ROTATION where there is one."""
-INPUT_ROTATION = "input_rotation"
-"""(features, features) float32: what rows of a layer's inputs are multiplied by before anything else; the file's metadata
-of this key names the layers, apart by spaces."""
+ROTATED = "rotated.safetensors"
+"""Of a rotated model: every parameter that WEIGHTS does not hold, by name, and ONLINE_ROTATION where there is one."""
+ONLINE_ROTATION = "online_rotation"
+"""(in_features, in_features) float32, by which the rows of a layer's input are multiplied before they are quantized; the
+file's metadata of this key names the layers, apart by spaces."""
 FAILURE = "failure.txt"
 INPUTS = "inputs"
 """The option by which a method is told to leave inputs alone (bf16); else they have the formats of their weights."""
@@ -92,7 +93,7 @@ class Request(_Kept):
     """Upper bound of the average element_bits over the weights of these layers."""
     seed: int
     given: dict[str, str] | None
-    """layer -> format, where weights are asked for; None: formats are."""
+    """layer -> format, that another method chose; None: this one chooses."""
     own_windows: int
     """The peer measures its own model on so many windows of `evaluation`; 0: not asked for."""
     options: dict[str, Any]

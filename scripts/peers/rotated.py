@@ -1,4 +1,4 @@
-"""What a peer's rotated model has beside the weights of its layers, put into ours for a measurement."""
+"""A peer's rotated model: what it has beside the weights of its layers, put into ours for a measurement."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from dmx.errors import RunError
 
 from .answers import damaged
-from .protocol import INPUT_ROTATION
+from .protocol import ONLINE_ROTATION
 
 
 @dataclass(frozen=True)
-class Rest:
-    """The parameters that are no layer's with a format, and the rotation of inputs at run time; neither, as made."""
+class RotatedParts:
+    """Parameters of a rotated model that no layer with a format has, and its online rotation; as made, nothing."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """By the model's names; those of tied parameters apart."""
-    input_rotation: Tensor | None = None
-    """(features, features) float32: what the rows of inputs of `rotating` are multiplied by before they are quantized."""
-    rotating: tuple[str, ...] = ()
+    """Name -> tensor of the model's shape; a tied head has its own."""
+    online_rotation: Tensor | None = None
+    """(in_features, in_features) float32, by which the rows of the inputs of `online` are multiplied before they are
+    quantized."""
+    online: tuple[str, ...] = ()
     """Layers."""
 
     @classmethod
@@ -35,18 +36,18 @@ class Rest:
         """
         try:
             with safe_open(str(path), framework="pt") as file:
-                names = (file.metadata() or {}).get(INPUT_ROTATION, "").split()
+                names = (file.metadata() or {}).get(ONLINE_ROTATION, "").split()
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise damaged(path) from error
-        rotation = held.pop(INPUT_ROTATION, None)
+        rotation = held.pop(ONLINE_ROTATION, None)
         if (rotation is None) != (not names):
             raise damaged(path)
         return cls(held, rotation, tuple(names))
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """The model has it inside.
+        """The model has them inside. Parameters are replaced, not filled: a rotated head is tied to nothing.
 
         Raises:
             RunError: a parameter is none of the model's, or of another shape.
@@ -58,10 +59,10 @@ class Rest:
             for name, (module, leaf) in owners.items():
                 tensor = self.parameters[name].to(own[name].device, own[name].dtype)
                 setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
-            for name in self.rotating:
+            for name in self.online:
                 layer = model.get_submodule(name)
-                assert self.input_rotation is not None
-                rotation = self.input_rotation.to(next(layer.parameters()).device)
+                assert self.online_rotation is not None
+                rotation = self.online_rotation.to(next(layer.parameters()).device)
                 hooks.append(layer.register_forward_pre_hook(_rotating(rotation)))
             yield
         finally:

@@ -31,11 +31,11 @@ class Method:
     formats: tuple[str, ...] = MXFP
     """That it can be given."""
     gives: str = "formats"
-    """formats | weights: weights are those of formats that another method chose (`after`), or it itself."""
+    """formats | weights: weights, too; their formats were chosen by another method (`after`) or by this one."""
     after: str | None = None
     """PEER:METHOD whose formats it is given."""
     rotates: bool = False
-    """Whether its weights are of a rotated model, whose other parameters it leaves beside."""
+    """Whether its weights are of a rotated model, whose other parameters it leaves beside them."""
     units: tuple[str, ...] = ("fused", "layer")
     families: tuple[tuple[str, ...], ...] | None = None
     """Lists of candidates that it can be given; None: any of its formats."""

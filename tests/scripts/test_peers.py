@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 import dmx
+from dmx.applying.apply import applied
 from dmx.data import DataConfig, load_text
 from dmx.data.tokens import starting_with
 from dmx.errors import RunError
@@ -28,8 +29,8 @@ from experiments.running.settings import CONFIGS
 from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, texts, tools
-from scripts.peers.protocol import ANSWER, INPUT_ROTATION, WEIGHTS, Answer, Request, layer_bits
-from scripts.peers.rotated import Rest
+from scripts.peers.protocol import ANSWER, ONLINE_ROTATION, WEIGHTS, Answer, Request, layer_bits
+from scripts.peers.rotated import RotatedParts
 from scripts.peers.workers import (
     auto_round_worker,
     brevitas_worker,
@@ -130,14 +131,14 @@ def test_finished_weights_are_values_of_their_formats(tmp_path, generator):
             answers.finished_weights(tmp_path / WEIGHTS, ["a"])
 
 
-def rest_file(path, rotation, names, **parameters):
-    held = parameters if rotation is None else parameters | {INPUT_ROTATION: rotation.contiguous()}
-    save_file(held, str(path), metadata={INPUT_ROTATION: " ".join(names)})
+def rotated_file(path, rotation, names, **parameters):
+    held = parameters if rotation is None else parameters | {ONLINE_ROTATION: rotation.contiguous()}
+    save_file(held, str(path), metadata={ONLINE_ROTATION: " ".join(names)})
     return path
 
 
-def test_a_rotated_model_is_measured_as_what_it_is(model, tmp_path, generator):
-    """Residual rotated, norms folded, inputs of a layer rotated at run time: the same function of other parameters."""
+def test_a_rotated_model_is_the_same_function(model, tmp_path, generator):
+    """Residual rotated, norms folded, head untied, a layer's inputs rotated online; and nothing of it stays."""
     model = copy.deepcopy(model)
     model.lm_head.weight = model.model.embed_tokens.weight
     ids = torch.randint(0, 200, (2, 16), generator=generator)
@@ -159,12 +160,12 @@ def test_a_rotated_model_is_measured_as_what_it_is(model, tmp_path, generator):
     parameters["model.embed_tokens.weight"] = before["model.embed_tokens.weight"] @ turn
     parameters["lm_head.weight"] = before["lm_head.weight"] * final @ turn
     down = "model.layers.0.mlp.down_proj"
-    rest = Rest.load(rest_file(tmp_path / "r", online, [down], **parameters))
+    parts = RotatedParts.load(rotated_file(tmp_path / "r", online, [down], **parameters))
     with torch.no_grad():
         wanted = model(ids).logits
         for name, weight in layers.items():
             model.get_submodule(name).weight.copy_(weight)
-        with rest.inside(model):
+        with parts.inside(model):
             made = model(ids).logits
         for name in layers:
             model.get_submodule(name).weight.copy_(before[f"{name}.weight"])
@@ -173,21 +174,70 @@ def test_a_rotated_model_is_measured_as_what_it_is(model, tmp_path, generator):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_inputs_are_rotated_before_they_are_quantized(model, space, generator):
+    assignment = answers.assignment_of(answer_of(all_of(space, "mxfp4")), space, model, 5.0)
+    online = torch.linalg.qr(torch.randn(64, 64, generator=generator))[0]
+    down = "model.layers.0.mlp.down_proj"
+    given, quantized = [], []
+    hook = model.get_submodule(down).register_forward_pre_hook(lambda _, x: given.append(x[0]))
+    parts = RotatedParts({}, online, (down,))
+    with torch.no_grad(), parts.inside(model), applied(model, assignment, inputs=True):
+        layer = model.get_submodule(down)
+        quantizer = layer.input_quantizer
+        layer.input_quantizer = lambda x: quantizer(quantized.append(x) or x)
+        model(torch.randint(0, 200, (1, 16), generator=generator))
+    hook.remove()
+    assert torch.equal(quantized[0], given[0] @ online)
+    assert not model.get_submodule(down)._forward_pre_hooks
+
+
+def test_the_published_command_line_has_what_its_authors_say(tmp_path):
+    def asked(method, **options):
+        request = SimpleNamespace(
+            method=method, formats=FAMILY, model="m", dtype="bfloat16", seed=3, limit=4.5, device="cuda", options=options
+        )  # fmt: skip
+        cell = SimpleNamespace(request=request, tokens=torch.zeros(64, 32), folder=tmp_path)
+        return " ".join(brevitas_worker.arguments(cell, 64))
+
+    usual = asked("dmx")
+    for words in (
+        "--custom-quantizer learned_float --custom-trainer rotation_learned_bitwidth",
+        "--target_bit_width 4.5 --bw_learning_rate 1.0 --delay_start 0.6",
+        "--max_steps 400 --per_device_train_batch_size 8",
+        "--compile-ptq",
+    ):
+        assert words in usual
+    assert "--rotation" not in usual.split() and "--compile-ptq" not in asked("dmx", compile="no")
+    assert "--max_steps 7 " in asked("dmx", steps="7")
+    assert "--rotation fused_no_fx --rotation-mode had" in asked("dmx_rotated")
+
+
+def test_rotated_layers_with_a_bias_are_refused(tmp_path):
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2, bias=False)}
+    )
+    with pytest.raises(ValueError, match="1 layers have a bias, first a"):
+        brevitas_worker.save_rotated(model, ["a", "b"], tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_rotated_model_that_is_none_of_ours_is_refused(model, tmp_path):
     path = tmp_path / "r"
     with pytest.raises(RunError, match=r"has a parameter model\.none, the model has none"):
-        rest = Rest.load(rest_file(path, None, [], **{"model.none": torch.ones(1)}))
-        rest.inside(model).__enter__()
+        parts = RotatedParts.load(rotated_file(path, None, [], **{"model.none": torch.ones(1)}))
+        parts.inside(model).__enter__()
     with pytest.raises(RunError, match=r"norm\.weight has the shape \(3,\), the model's \(32,\)"):
-        rest = Rest.load(rest_file(path, None, [], **{"model.norm.weight": torch.ones(3)}))
-        rest.inside(model).__enter__()
+        parts = RotatedParts.load(
+            rotated_file(path, None, [], **{"model.norm.weight": torch.ones(3)})
+        )
+        parts.inside(model).__enter__()
     for rotation, names in ((torch.eye(2), []), (None, ["a"])):
-        rest_file(path, rotation, names, **{"model.norm.weight": torch.ones(32)})
+        rotated_file(path, rotation, names, **{"model.norm.weight": torch.ones(32)})
         with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
-            Rest.load(path)
+            RotatedParts.load(path)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
-        Rest.load(path)
+        RotatedParts.load(path)
 
 
 MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_type": "mx_fp"}
@@ -340,6 +390,10 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (
+            ["--peers", "brevitas:dmx", "--option", "dmx=x", "compile=yes"],
+            "--option compile=yes: there are no.",
+        ),
         (
             ["--budgets", "nan"],
             "--budgets nan: layers of mxfp4/mxfp8_e4m3 have 4 to 8 element_bits.",
@@ -737,7 +791,7 @@ def test_the_published_dmx_with_rotations_is_read_rightly(name, tmp_path):
     more = [f"dmx={PUBLISHED}", "steps=3", "compile=no"]
     assert peers.main([*command, "--option", *more]) == 0
     (record,) = (Record.load(p) for p in tmp_path.glob("cells/*/record.json"))
-    assert record.actual["gives"] == "weights" and record.actual["chose"]
+    assert record.actual["gives"] == "weights" and record.actual["chose_formats"]
     own = record.actual["own"]
     assert own["theirs"] == pytest.approx(own["ours"], abs=1e-4)
 

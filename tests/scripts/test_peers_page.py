@@ -180,7 +180,9 @@ def test_finished_weights_count_the_search_before_and_must_be_faster():
     page, _ = peers_page([theirs, made(2.9, **own, seconds=1.0, formats="x")])
     assert "| then learned | – | SignRound | – |" in page  # nobody knows how long the choice took
     assert "in less time at 0 of 2 places" in page
-    alone = replace(theirs, actual={**theirs.actual, "chose": True})  # in one run with the weights
+    alone = replace(
+        theirs, actual={**theirs.actual, "chose_formats": True}
+    )  # in one run with the weights
     page, _ = peers_page([*chose, alone, made(2.9, **own, seconds=10.0, formats="x")])
     assert "| then learned | 17 | SignRound | 20 |" in page
 

@@ -212,8 +212,8 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "Perplexity of ours minus that of the other tool that is best under the rule, % of the latter's: means over the "
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
         "stands what was told that rule, and under W+A and W what was told so, of ours and of other tools, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
-        "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against the published dMX no "
-        "place is counted above: no run of it has had all its steps.",
+        "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against formats of the published dMX without its rotations no "
+        "place is counted above: its authors do not leave them out.",
         *tables,
         *_where_not(results),
     ]

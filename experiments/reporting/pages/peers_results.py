@@ -271,9 +271,9 @@ class Result:
         return max(record.actual["peak_memory_bytes"] for record in self.records) / 2**30
 
     def whole_times(self, results: Sequence[Result]) -> list[Time]:
-        """By seed: finished weights with the fastest search that chose their formats, if they are not the tool's own choice;
-        without seeds for which none did."""
-        if self.first.actual.get("chose", self.gives == "formats"):
+        """By seed: of the answer, with the fastest search that chose its formats where the method did not; seeds for which
+        none is known are left out."""
+        if self.first.actual.get("chose_formats", self.gives == "formats"):
             return [_time(record) for record in self.records]
         found = []
         for record in self.records:

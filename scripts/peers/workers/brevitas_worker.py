@@ -6,8 +6,9 @@ and in no wheel: `--option dmx=FOLDER` names a copy. Every layer has an offset o
 average over layers, inputs and weights, towards a target from above, and nothing holds the budget: an answer over it is
 lowered as our projection does, by the learned offsets.
 
-Its settings are those of the published benchmark for models of 1 to 2 billion parameters (`mxfp8_mixed_precision.yaml`),
-its quantizers compiled among them (`--option compile=no` leaves that out: two to four times the seconds a step).
+Settings and constants are those of the published benchmark for models of 1 to 2 billion parameters
+(`mxfp8_mixed_precision.yaml`), its quantizers compiled among them (`--option compile=no` leaves that out). It takes new rows
+at every step; here the given ones are seen again.
 """
 
 import sys
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ..protocol import COMPILE, INPUT_ROTATION, REST, layer_bits
+from ..protocol import COMPILE, ONLINE_ROTATION, ROTATED, layer_bits
 from .common import Cell, main
 
 QUANTIZERS = {
@@ -31,20 +32,19 @@ QUANTIZERS = {
 }
 _FORMATS = {(2, 1): "mxfp4", (2, 3): "mxfp6_e2m3", (4, 3): "mxfp8_e4m3"}
 STEPS, ROWS = 400, 8
-"""Of the published benchmark: optimizer steps, and sequences of a step."""
-ROTATED = "dmx_rotated"
+"""Optimizer steps, and sequences of a step."""
+ROTATES = "dmx_rotated"
 """The method that learns rotations, too."""
 ROTATIONS = (
     "--rotation fused_no_fx --rotation-mode had --rotation-orphan-sink --rotation-sdpa-regions --replace-rmsnorm"
     " --rotation_lr 1.5 --optimizer_dtype float32"
 )
-"""Of the published benchmark."""
-RECOMPILED = 1000
-"""Of the published benchmark: graphs of one function, of which every quantizer has its own."""
+RECOMPILE_LIMIT = 1000
+"""Graphs of one function: every quantizer has its own."""
 
 
 def arguments(cell: Cell, rows: int) -> list[str]:
-    """The published benchmark's command line, less attention and bf16, and rotations where they are not asked for."""
+    """The published benchmark's command line for what is asked; without rotations where they are not."""
     asked = cell.request
     quantizer = QUANTIZERS[tuple(asked.formats)]
     steps = asked.options.get("steps", STEPS)
@@ -64,7 +64,7 @@ def arguments(cell: Cell, rows: int) -> list[str]:
     text.append(f"--max_steps {steps} --per_device_train_batch_size {batch}")
     text.append("--lr_scheduler_type cosine --report_to none")
     text.append(f"--output_dir {cell.folder / 'trainer'}")
-    if asked.method == ROTATED:
+    if asked.method == ROTATES:
         text.append(ROTATIONS)
     if is_compiled(cell):
         text.append("--compile-ptq")
@@ -74,20 +74,20 @@ def arguments(cell: Cell, rows: int) -> list[str]:
 
 
 def is_compiled(cell: Cell) -> bool:
-    """Whether its quantizers are, as the published benchmark has them."""
+    """Whether its quantizers are."""
     return COMPILE not in cell.request.options
 
 
 def register(plugins: Path) -> None:
-    """The published quantizers and trainer by their bare names, as the published benchmark does: compiled code looks
-    their modules up, which a plugin that is loaded by its path is not among."""
+    """The published quantizers and trainer by their bare names: compiled code looks their modules up, which a plugin that
+    is loaded by its path is not among."""
     sys.path.insert(0, str(plugins))
     import_module("learned_float_quantizer")
     import_module("custom_trainer")
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model with its quantizers as they were: measuring it would compile every one of them again."""
+    """The same model, its quantizers as they were before: measuring it would compile every one of them again."""
     for module in model.modules():
         for name, child in list(module.named_children()):
             if isinstance(child, OptimizedModule):
@@ -131,8 +131,10 @@ def run(cell: Cell) -> None:
 
     register(Path(cell.request.options["dmx"]))
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILED)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, RECOMPILED)
+    dynamo.recompile_limit = RECOMPILE_LIMIT
+    dynamo.accumulated_recompile_limit = (
+        RECOMPILE_LIMIT  # 256 in torch 2.11, fewer than the quantizers
+    )
     rows = [{"input_ids": row.cpu().numpy()} for row in cell.tokens]
     entry.get_dataset_for_model = lambda *_, **__: rows
     parsed, extra = parse_args(
@@ -147,10 +149,10 @@ def run(cell: Cell) -> None:
     changed = [name for name in formats if formats[name] != within[name]]
     for name in changed:
         lower(layers[name])
-    is_rotated = cell.request.method == ROTATED
+    is_rotated = cell.request.method == ROTATES
     if is_rotated:
         cell.save_weights({name: dequantized(layer) for name, layer in layers.items()})
-        save_rest(model, cell.layers, cell.folder / REST)
+        save_rotated(model, cell.layers, cell.folder / ROTATED)
     cell.notes.append(
         f"its own entry point and plugins; rotations {'learned' if is_rotated else 'off'}; "
         f"quantizers {'' if is_compiled(cell) else 'not '}compiled; "
@@ -160,9 +162,14 @@ def run(cell: Cell) -> None:
 
 
 def layer_of(model: nn.Module, name: str) -> Any:
-    """The quantized layer, of one that rotates its inputs the layer after that."""
+    """The quantized layer of that name, inside its RotatedModule where its input is rotated online."""
     module: Any = model.get_submodule(name)
-    return module.layer if hasattr(module, "rotation_forward") else module
+    return module.layer if is_online(module) else module
+
+
+def is_online(module: nn.Module) -> bool:
+    """Whether it is a RotatedModule."""
+    return hasattr(module, "rotation_forward")
 
 
 def read(
@@ -180,7 +187,7 @@ def read(
 
 
 def lower(layer: Any) -> None:
-    """Give a layer and its inputs the lowest format, as its offset would."""
+    """Give a layer and its input the lowest format. Their widths share one offset while it is learned and not after."""
     inputs = layer.input_quant.fused_activation_quant_proxy.tensor_quant
     for quant in (layer.weight_quant.tensor_quant, inputs):
         for width in (quant.exponent_bit_width_impl, quant.mantissa_bit_width_impl):
@@ -190,23 +197,31 @@ def lower(layer: Any) -> None:
 
 @torch.no_grad()
 def dequantized(layer: Any) -> Tensor:
-    """The weight that its products see."""
+    """The weight that its products see; (out_features, in_features), dtype of the weight."""
     weight: Tensor = layer.quant_weight().value
     return weight.to(layer.weight.dtype)
 
 
-def save_rest(model: nn.Module, layers: list[str], path: Path) -> None:
-    """The parameters that are no layer's, and the rotation of the inputs of those that have one."""
+def save_rotated(model: nn.Module, layers: list[str], path: Path) -> None:
+    """The parameters that are no layer's weight, and the online rotation with the layers whose inputs it is of.
+
+    Raises:
+        ValueError: a layer has a bias, which a rotation changes with its weight, or online rotations differ.
+    """
+    if biased := [name for name in layers if layer_of(model, name).bias is not None]:
+        raise ValueError(f"{len(biased)} layers have a bias, first {biased[0]}: not read here")
     inside = tuple(f"{name}." for name in layers)
     held = {n: p.detach() for n, p in model.named_parameters() if not n.startswith(inside)}
-    rotating = [name for name in layers if hasattr(model.get_submodule(name), "rotation_forward")]
-    if rotating:
-        first: Any = model.get_submodule(rotating[0])
-        features = first.layer.weight.shape[1]
-        one = torch.eye(features, device=first.layer.weight.device)
-        held[INPUT_ROTATION] = first.rotation_forward(one)
+    online = [name for name in layers if is_online(model.get_submodule(name))]
+    sizes = {layer_of(model, name).in_features for name in online}
+    if len(sizes) > 1:
+        raise ValueError(f"inputs of {sorted(sizes)} features are rotated: one size is read here")
+    if online:
+        first: Any = model.get_submodule(online[0])
+        one = torch.eye(*sizes, device=first.layer.weight.device)
+        held[ONLINE_ROTATION] = first.rotation_forward(one)
     kept = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
-    save_file(kept, str(path), metadata={INPUT_ROTATION: " ".join(rotating)})
+    save_file(kept, str(path), metadata={ONLINE_ROTATION: " ".join(online)})
 
 
 if __name__ == "__main__":
