@@ -54,6 +54,8 @@ from .protocol import (
     COMPILE,
     FAILURE,
     INPUTS,
+    PLUGINS,
+    PUBLISHED,
     REQUEST,
     ROTATED,
     WEIGHTS,
@@ -62,7 +64,7 @@ from .protocol import (
     end_with,
     ending_with_this,
 )
-from .rotated import RotatedParts
+from .rotated import RotatedParts, check_rotatable
 from .texts import NAMES, read_texts
 from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
@@ -227,7 +229,9 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
         (COMPILE, ("no",)),
     ):
         if (value := options.get(key, known_values[0])) not in known_values:
-            raise RunError(f"--option {key}={value}: there are {', '.join(known_values)}.")
+            raise RunError(
+                f"--option {key}={value} must be {' or '.join(known_values)}, where it is given."
+            )
     if {INPUTS, LEARN_INPUTS} <= options.keys():
         raise RunError(
             f"--option {LEARN_INPUTS}: {INPUTS}={options[INPUTS]} leaves inputs alone while learning, too. Leave one out."
@@ -235,7 +239,25 @@ def options_of(given: argparse.Namespace) -> dict[str, str]:
     for key in options.keys() & set(COUNTS):
         if not (options[key].isascii() and options[key].isdecimal() and int(options[key]) > 0):
             raise RunError(f"--option {key}={options[key]} must be a whole number, at least 1")
+    if PUBLISHED in options:
+        options[PUBLISHED] = str(published_folder(options[PUBLISHED]))
     return options
+
+
+def published_folder(given: str) -> Path:
+    """Absolute, since a worker does not start where the command does.
+
+    Raises:
+        RunError: a plugin is not there.
+    """
+    folder = Path(given).absolute()
+    for plugin in PLUGINS:
+        if not (folder / f"{plugin}.py").is_file():
+            raise RunError(
+                f"--option {PUBLISHED}={given}: there is no {plugin}.py. Give a copy of brevitas_examples/papers/dMX of "
+                "Brevitas's repository."
+            )
+    return folder
 
 
 def device_of(name: str) -> str:
@@ -319,8 +341,11 @@ class Grid:
         folder, requested = self.folder(cell), self._requested(cell)
         if (folder / RECORD).exists():
             return _same(_read(folder / RECORD), requested, folder)
-        # Before a search is run for it: a tool that is missing.
+        # Before a search is run for it: a tool that is missing, a model that cannot be read.
         python_of(cell.peer, self.pythons)
+        if PEERS[cell.peer].methods[cell.method].rotates:
+            units = self.bench.space(cell.family, cell.units).units
+            check_rotatable(self.bench.model, [layer for unit in units for layer in unit.layers])
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         method = PEERS[cell.peer].methods[cell.method]
@@ -418,7 +443,9 @@ class Grid:
         if method.gives == "weights":
             finished = finished_weights(folder / WEIGHTS, list(answer.formats))
             rule = weight_rule(finished, answer.formats)
-        rotated = RotatedParts.load(folder / ROTATED) if method.rotates else RotatedParts()
+        rotated = RotatedParts()
+        if method.rotates:
+            rotated = RotatedParts.load(folder / ROTATED, bench.model, list(answer.formats))
         with bench.weights(finished), rotated.inside(bench.model):
             rows = [
                 bench.row(
@@ -506,7 +533,8 @@ def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
         failure = folder / FAILURE
         said = failure.read_text() if failure.exists() else (folder / "worker.log").read_text()
         last = said.strip().splitlines()[-1:] or ["it said nothing"]
-        raise RunError(f"{peer} failed ({last[0]}); see {folder / 'worker.log'}")
+        how = f"was ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
+        raise RunError(f"{peer} {how} ({last[0]}); see {folder / 'worker.log'}")
 
 
 def line_of(record: Record) -> str:

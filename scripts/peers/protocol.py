@@ -29,6 +29,10 @@ file's metadata of this key names the layers, apart by spaces."""
 FAILURE = "failure.txt"
 INPUTS = "inputs"
 """The option by which a method is told to leave inputs alone (bf16); else they have the formats of their weights."""
+PUBLISHED = "dmx"
+"""The option that names the folder of the published dMX's PLUGINS."""
+PLUGINS = ("learned_float_quantizer", "custom_trainer")
+"""Modules."""
 COMPILE = "compile"
 """The option by which the published dMX's quantizers are not compiled (no)."""
 

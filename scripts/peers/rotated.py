@@ -1,11 +1,12 @@
 """A peer's rotated model: what it has beside the weights of its layers, put into ours for a measurement."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -28,11 +29,14 @@ class RotatedParts:
     """Layers."""
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, model: nn.Module, layers: Sequence[str]) -> Self:
         """Of a peer's file.
 
+        Args:
+            layers: of the model, that have a format, whose weights are in another file.
+
         Raises:
-            RunError: it cannot be read.
+            RunError: the file cannot be read, or holds other parameters or another rotation than the model can have.
         """
         try:
             with safe_open(str(path), framework="pt") as file:
@@ -40,19 +44,44 @@ class RotatedParts:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise damaged(path) from error
-        rotation = held.pop(ONLINE_ROTATION, None)
-        if (rotation is None) != (not names):
-            raise damaged(path)
-        return cls(held, rotation, tuple(names))
+        parts = cls(held, held.pop(ONLINE_ROTATION, None), tuple(names))
+        if why := parts._unfit(model, layers):
+            raise RunError(f"{path} {why}")
+        return parts
+
+    def _unfit(self, model: nn.Module, layers: Sequence[str]) -> str:
+        """What is not as the model has it; empty if nothing."""
+        weights = {f"{name}.weight" for name in layers}
+        shapes = {
+            n: p.shape
+            for n, p in model.named_parameters(remove_duplicate=False)
+            if n not in weights
+        }
+        if wrong := sorted(shapes.keys() ^ self.parameters.keys()):
+            return f"lacks or adds {len(wrong)} parameters, first {wrong[0]}"
+        for name, tensor in self.parameters.items():
+            if tensor.shape != shapes[name]:
+                return f"has {name} of the shape {tuple(tensor.shape)}, the model {tuple(shapes[name])}"
+            if not tensor.isfinite().all():
+                return f"has a value in {name} that is not finite"
+        if self.online_rotation is None:
+            return "names layers of an online rotation and has none" if self.online else ""
+        if len(set(self.online)) != len(self.online) or not set(self.online) <= set(layers):
+            return (
+                "has an online rotation of other layers than those with a format, or of one twice"
+            )
+        sizes = {model.get_submodule(name).in_features for name in self.online}
+        rotation = self.online_rotation
+        if {(size, size) for size in sizes} != {tuple(rotation.shape)}:
+            return f"has an online rotation of the shape {tuple(rotation.shape)} for layers of {sorted(map(str, sizes))} in_features"
+        if rotation.dtype != torch.float32 or not rotation.isfinite().all():
+            return "has an online rotation that is not float32, or not finite"
+        return ""
 
     @contextlib.contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """The model has them inside. Parameters are replaced, not filled: a rotated head is tied to nothing.
-
-        Raises:
-            RunError: a parameter is none of the model's, or of another shape.
-        """
-        owners = {name: _owner(model, name, tensor) for name, tensor in self.parameters.items()}
+        """The model has them inside. Parameters are replaced, not filled: a rotated head is tied to nothing."""
+        owners = {name: _owner(model, name) for name in self.parameters}
         own = {name: getattr(*place) for name, place in owners.items()}
         hooks = []
         try:
@@ -72,19 +101,23 @@ class RotatedParts:
                 setattr(module, leaf, own[name])
 
 
-def _owner(model: nn.Module, name: str, tensor: Tensor) -> tuple[nn.Module, str]:
+def check_rotatable(model: nn.Module, layers: Sequence[str]) -> None:
+    """A bias changes with a rotated weight, and no file holds it.
+
+    Raises:
+        RunError: a layer has one.
+    """
+    biased = [name for name in layers if model.get_submodule(name).bias is not None]
+    if biased:
+        raise RunError(
+            f"{len(biased)} layers have a bias, first {biased[0]}: of a rotated model that cannot be read. Ask for formats alone."
+        )
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that has a parameter, and its name there."""
     place, _, leaf = name.rpartition(".")
-    try:
-        module = model.get_submodule(place)
-        own = module.get_parameter(leaf)
-    except AttributeError as error:
-        raise RunError(f"the answer has a parameter {name}, the model has none") from error
-    if own.shape != tensor.shape:
-        raise RunError(
-            f"the answer's {name} has the shape {tuple(tensor.shape)}, the model's {tuple(own.shape)}"
-        )
-    return module, leaf
+    return model.get_submodule(place), leaf
 
 
 def _rotating(rotation: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dmx.errors import RunError
 
-from .protocol import COMPILE, INPUTS
+from .protocol import COMPILE, INPUTS, PUBLISHED
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -154,7 +154,7 @@ PEERS = {
                 label="dMX as published, rotations off",
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
-                needs=("dmx",),
+                needs=(PUBLISHED,),
                 takes=("steps", COMPILE),
             ),
             "dmx_rotated": Method(
@@ -163,7 +163,7 @@ PEERS = {
                 rotates=True,
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
-                needs=("dmx",),
+                needs=(PUBLISHED,),
                 takes=("steps", COMPILE),
             ),
         },

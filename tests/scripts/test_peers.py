@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import sys
@@ -30,7 +31,7 @@ from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, texts, tools
 from scripts.peers.protocol import ANSWER, ONLINE_ROTATION, WEIGHTS, Answer, Request, layer_bits
-from scripts.peers.rotated import RotatedParts
+from scripts.peers.rotated import RotatedParts, check_rotatable
 from scripts.peers.workers import (
     auto_round_worker,
     brevitas_worker,
@@ -160,7 +161,9 @@ def test_a_rotated_model_is_the_same_function(model, tmp_path, generator):
     parameters["model.embed_tokens.weight"] = before["model.embed_tokens.weight"] @ turn
     parameters["lm_head.weight"] = before["lm_head.weight"] * final @ turn
     down = "model.layers.0.mlp.down_proj"
-    parts = RotatedParts.load(rotated_file(tmp_path / "r", online, [down], **parameters))
+    parts = RotatedParts.load(
+        rotated_file(tmp_path / "r", online, [down], **parameters), model, list(layers)
+    )
     with torch.no_grad():
         wanted = model(ids).logits
         for name, weight in layers.items():
@@ -212,32 +215,50 @@ def test_the_published_command_line_has_what_its_authors_say(tmp_path):
     assert "--rotation fused_no_fx --rotation-mode had" in asked("dmx_rotated")
 
 
-def test_rotated_layers_with_a_bias_are_refused(tmp_path):
+def test_layers_with_a_bias_cannot_be_rotated():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2, bias=False)}
     )
-    with pytest.raises(ValueError, match="1 layers have a bias, first a"):
-        brevitas_worker.save_rotated(model, ["a", "b"], tmp_path / "r")
-    assert not (tmp_path / "r").exists()
+    check_rotatable(model, ["b"])
+    with pytest.raises(
+        RunError, match=r"1 layers have a bias, first a: .* Ask for formats alone\."
+    ):
+        check_rotatable(model, ["a", "b"])
 
 
-def test_a_rotated_model_that_is_none_of_ours_is_refused(model, tmp_path):
-    path = tmp_path / "r"
-    with pytest.raises(RunError, match=r"has a parameter model\.none, the model has none"):
-        parts = RotatedParts.load(rotated_file(path, None, [], **{"model.none": torch.ones(1)}))
-        parts.inside(model).__enter__()
-    with pytest.raises(RunError, match=r"norm\.weight has the shape \(3,\), the model's \(32,\)"):
-        parts = RotatedParts.load(
-            rotated_file(path, None, [], **{"model.norm.weight": torch.ones(3)})
-        )
-        parts.inside(model).__enter__()
-    for rotation, names in ((torch.eye(2), []), (None, ["a"])):
-        rotated_file(path, rotation, names, **{"model.norm.weight": torch.ones(32)})
-        with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
-            RotatedParts.load(path)
+@pytest.mark.parametrize(
+    ("rotation", "online", "changed", "message"),
+    [
+        (None, [], {"x.y": torch.ones(1)}, r"lacks or adds 1 parameters, first x\.y"),
+        (None, [], {"norm.weight": None}, "lacks or adds 2 parameters, first none"),
+        (None, [], {"down.weight": torch.ones(4, 8)}, r"lacks or adds 1 parameters, first down\.weight"),
+        (None, [], {"norm.weight": torch.ones(3)}, r"norm\.weight of the shape \(3,\), the model \(4,\)"),
+        (None, [], {"norm.weight": torch.full((4,), math.nan)}, r"norm\.weight that is not finite"),
+        (None, ["down"], {}, "names layers of an online rotation and has none"),
+        (torch.eye(8), [], {}, r"for layers of \[\]"),
+        (torch.eye(8), ["norm"], {}, "other layers"),
+        (torch.eye(8), ["down", "down"], {}, "or of one twice"),
+        (torch.eye(4), ["down"], {}, r"shape \(4, 4\) for layers of \['8'\] in_features"),
+        (torch.eye(8).double(), ["down"], {}, "not float32"),
+        (torch.full((8, 8), math.inf), ["down"], {}, "not finite"),
+    ],
+)  # fmt: skip
+def test_parts_that_a_model_cannot_have_are_refused(tmp_path, rotation, online, changed, message):
+    model = torch.nn.ModuleDict(
+        {"down": torch.nn.Linear(8, 4, bias=False), "norm": torch.nn.LayerNorm(4, bias=False)}
+    )
+    parameters = {"norm.weight": torch.ones(4)} | changed
+    held = {n: p for n, p in parameters.items() if p is not None} or {"none": torch.ones(1)}
+    path = rotated_file(tmp_path / "r", rotation, online, **held)
+    with pytest.raises(RunError, match=message):
+        RotatedParts.load(path, model, ["down"])
+
+
+def test_a_damaged_file_of_a_rotated_model_is_named(tmp_path):
+    path = rotated_file(tmp_path / "r", None, [], a=torch.ones(4))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(RunError, match=rf"missing or damaged: delete {ANSWER} beside it"):
-        RotatedParts.load(path)
+        RotatedParts.load(path, torch.nn.Linear(1, 1), [])
 
 
 MX = {"group_size": 32, "data_type": "mx_fp", "act_group_size": 32, "act_data_type": "mx_fp"}
@@ -392,7 +413,11 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
     [
         (
             ["--peers", "brevitas:dmx", "--option", "dmx=x", "compile=yes"],
-            "--option compile=yes: there are no.",
+            "--option compile=yes must be no, where it is given.",
+        ),
+        (
+            ["--peers", "brevitas:dmx", "--units", "layer", "--option", "dmx=nowhere"],
+            "--option dmx=nowhere: there is no learned_float_quantizer.py. Give a copy of",
         ),
         (
             ["--budgets", "nan"],
@@ -417,7 +442,10 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
         (["--windows", "0"], "--windows 0 must be at least 1"),
         (["--own-windows", "-1"], "--own-windows -1 must be at least 0"),
         (["--peers", "ours:"], "--peers ours:: ours has kl_per_bit,"),
-        (["--option", "rule=round"], "--option rule=round: there are floor, ceil, even, rceil."),
+        (
+            ["--option", "rule=round"],
+            "--option rule=round must be floor or ceil or even or rceil, where it is given.",
+        ),
         (["--out", "/proc/peers"], "/proc/peers"),
         (["--device", "tpu"], "--device 'tpu'"),
         (
@@ -579,7 +607,7 @@ def test_what_no_method_takes_is_refused_before_a_model_is_loaded(capsys):
         (["--option", "iters=5", "iters=6"], "--option iters is given twice, 5 and 6: give one."),
         (["--option", "iters=many"], "--option iters=many must be a whole number, at least 1"),
         (["--option", "iters=0"], "--option iters=0 must be a whole number, at least 1"),
-        (["--option", "inputs=fp8"], "--option inputs=fp8: there are bf16."),
+        (["--option", "inputs=fp8"], "--option inputs=fp8 must be bf16, where it is given."),
         (["--token-window", "0"], "--token-window 0: a row needs at least 2 tokens"),
         (["--tokens", "300"], "--tokens 300: rows have --token-window 256 tokens."),
     ):

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ..protocol import COMPILE, ONLINE_ROTATION, ROTATED, layer_bits
+from ..protocol import COMPILE, ONLINE_ROTATION, PLUGINS, PUBLISHED, ROTATED, layer_bits
 from .common import Cell, main
 
 QUANTIZERS = {
@@ -82,8 +82,8 @@ def register(plugins: Path) -> None:
     """The published quantizers and trainer by their bare names: compiled code looks their modules up, which a plugin that
     is loaded by its path is not among."""
     sys.path.insert(0, str(plugins))
-    import_module("learned_float_quantizer")
-    import_module("custom_trainer")
+    for plugin in PLUGINS:
+        import_module(plugin)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -129,7 +129,7 @@ def run(cell: Cell) -> None:
     from brevitas_examples.llm import main as entry
     from brevitas_examples.llm.llm_args import create_args_parser
 
-    register(Path(cell.request.options["dmx"]))
+    register(Path(cell.request.options[PUBLISHED]))
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = RECOMPILE_LIMIT
     dynamo.accumulated_recompile_limit = (
@@ -206,10 +206,8 @@ def save_rotated(model: nn.Module, layers: list[str], path: Path) -> None:
     """The parameters that are no layer's weight, and the online rotation with the layers whose inputs it is of.
 
     Raises:
-        ValueError: a layer has a bias, which a rotation changes with its weight, or online rotations differ.
+        ValueError: online rotations differ.
     """
-    if biased := [name for name in layers if layer_of(model, name).bias is not None]:
-        raise ValueError(f"{len(biased)} layers have a bias, first {biased[0]}: not read here")
     inside = tuple(f"{name}." for name in layers)
     held = {n: p.detach() for n, p in model.named_parameters() if not n.startswith(inside)}
     online = [name for name in layers if is_online(model.get_submodule(name))]
