@@ -79,6 +79,9 @@ LEAST = {
     "seeds": 0, "window": 2, "windows": 1, "batch_size": 1, "task_limit": 1, "own_windows": 0, "at_once": 1, "beside": 0,
 }  # fmt: skip
 """Of numbers that are given."""
+APART = 0.05
+"""nats/token of a window between a tool's own loss and ours of its answer, above which it is warned of; 0.02 was seen where it
+computes in another dtype."""
 COUNTS = ("learn_steps", "iters", "steps")
 """Options that are whole numbers, at least 1."""
 USUAL = ["mxfp4", "mxfp8_e4m3"]
@@ -367,7 +370,7 @@ class Grid:
             data=self.bench.data(self.bench.rows(cell.tokens, cell.seed)),
             results=tuple(rows),
             verdict=None,
-            warnings=(),
+            warnings=misread(actual["own"]),
         )
         record.save(folder / RECORD)
         (folder / FAILED).unlink(missing_ok=True)
@@ -537,6 +540,18 @@ def run_worker(peer: str, folder: Path, pythons: Mapping[str, Path]) -> None:
         raise RunError(f"{peer} {how} ({last[0]}); see {folder / 'worker.log'}")
 
 
+def misread(own: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """What a tool's own losses say against our reading of its answer; nothing where it has none."""
+    if own is None:
+        return ()
+    apart = [abs(a - b) for a, b in zip(own["theirs"], own["ours"], strict=True)]
+    if all(d <= APART for d in apart):  # which no NaN is
+        return ()
+    return (
+        f"its own losses are up to {max(apart):.3g} nats/token from ours: it may be read wrongly",
+    )
+
+
 def line_of(record: Record) -> str:
     """A cell in a line."""
     asked_for, actual = record.requested, record.actual
@@ -549,6 +564,7 @@ def line_of(record: Record) -> str:
     return (
         f"{actual['label']}, {'/'.join(asked_for['family'])}, {asked_for['tokens']} tokens: {bits:.3f} bits, "
         f"{', '.join(said)}; {actual['seconds']:.0f} s, {actual['peak_memory_bytes'] / 2**30:.1f} GiB"
+        f"{''.join(f'; {text}' for text in record.warnings)}"
     )
 
 

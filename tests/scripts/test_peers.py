@@ -631,6 +631,16 @@ def test_learned_weights_are_of_what_their_formats_were_told():
     )
 
 
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [([3.0, 2.0], ""), ([3.0, 2.3], "up to 0.3 nats/token"), ([3.0, math.nan], "from ours")],
+)
+def test_losses_of_its_own_that_are_not_ours_are_warned_of(theirs, said):
+    assert peers.misread(None) == ()
+    text = " ".join(peers.misread({"theirs": theirs, "ours": [3.01, 2.0]}))
+    assert said in text and bool(said) == bool(text)
+
+
 def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     asked = []
 
@@ -661,6 +671,7 @@ def test_a_cell_is_asked_once_measured_and_kept(monkeypatch, tmp_path, capsys):
     command += ["--quantized", "W+A", "W", "--rules", "floor"]
     assert peers.main(command) == 1 and "it died" in capsys.readouterr().err
     assert peers.main(command) == 0
+    assert "nats/token from ours: it may be read wrongly" in capsys.readouterr().out
     scheme = ("auto_round", "auto_scheme")
     assert asked == [scheme, scheme, ("auto_round", "sign_round")]
     assert found == ["auto_round"] * 4, "that a tool is there is asked before a cell and its search"
