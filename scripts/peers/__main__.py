@@ -346,12 +346,12 @@ class Grid:
             return _same(_read(folder / RECORD), requested, folder)
         # Before a search is run for it: a tool that is missing, a model that cannot be read.
         python_of(cell.peer, self.pythons)
-        if PEERS[cell.peer].methods[cell.method].rotates:
+        method = PEERS[cell.peer].methods[cell.method]
+        if method.rotates:
             units = self.bench.space(cell.family, cell.units).units
             check_rotatable(self.bench.model, [layer for unit in units for layer in unit.layers])
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
-        method = PEERS[cell.peer].methods[cell.method]
         formats = None if method.after is None else self._chosen(cell, method.after)
         answer = self._answer(cell, formats)
         actual, rows = self._measured(cell, answer)

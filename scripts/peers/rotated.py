@@ -44,7 +44,8 @@ class RotatedParts:
                 held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         except (OSError, SafetensorError) as error:
             raise damaged(path) from error
-        parts = cls(held, held.pop(ONLINE_ROTATION, None), tuple(names))
+        rotation = held.pop(ONLINE_ROTATION, None)
+        parts = cls(held, rotation, tuple(names))
         if why := parts._unfit(model, layers):
             raise RunError(f"{path} {why}")
         return parts

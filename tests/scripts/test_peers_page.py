@@ -485,6 +485,8 @@ def test_readme_has_each_other_tool_and_at_how_many_places_claims_hold():
     assert len([line for line in lines if line.startswith("|")]) == 4
     assert lines[-1].endswith("at least 1 % lower at 2 of 2 places with formats alone.")
     assert readme_tools([ours(2.9)]) == []
+    uncounted = made(3.0, peer="brevitas", name="dmx", label="published")
+    assert readme_tools([ours(2.9), uncounted])[-1].endswith("that chose their formats.")
 
 
 def test_a_tool_whose_loss_is_not_finite_under_a_rule_stands_under_the_other():

@@ -91,8 +91,12 @@ def readme_tools(records: Sequence[Record]) -> list[str]:
         "",
         f"Perplexity of {first.model.id} on {first.data['evaluation'].name}; {beside.request}, {first.device.name}, {beside.first.units} "
         f"units where no other stand, scale rule {beside.rule}; means over the seeds that both have, and how far ours is from theirs in %, ± its standard error. "
-        "Seconds of finished weights are with the search that chose their formats. "
-        + verdict(results)[0],
+        + " ".join(
+            [
+                "Seconds of finished weights are with the search that chose their formats.",
+                *verdict(results)[:1],
+            ]
+        ),
     ]
 
 
@@ -116,11 +120,12 @@ def _in_other_units(
     results: Sequence[Result], like: Result
 ) -> Iterator[tuple[list[Result], list[Result]]]:
     """Places that differ from that of a result in units alone, and of each the same request."""
-    key = (measured_of(like.first), like.first.data["calibration"].sha256)
+
+    def texts(result: Result) -> tuple[Any, ...]:
+        return *measured_of(result.first), result.first.data["calibration"].sha256
+
     for place in by_place(results):
-        first = place[0]
-        of = (measured_of(first.first), first.first.data["calibration"].sha256)
-        if of == key and first.units != like.units:
+        if texts(place[0]) == texts(like) and place[0].units != like.units:
             yield place, [r for r in place if r.request[:-1] == like.request[:-1]]
 
 

@@ -132,9 +132,8 @@ def run(cell: Cell) -> None:
     register(Path(cell.request.options[PUBLISHED]))
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = RECOMPILE_LIMIT
-    dynamo.accumulated_recompile_limit = (
-        RECOMPILE_LIMIT  # 256 in torch 2.11, fewer than the quantizers
-    )
+    # Beside it torch 2.11 stops at 256, fewer than there are quantizers.
+    dynamo.accumulated_recompile_limit = RECOMPILE_LIMIT
     rows = [{"input_ids": row.cpu().numpy()} for row in cell.tokens]
     entry.get_dataset_for_model = lambda *_, **__: rows
     parsed, extra = parse_args(
@@ -216,7 +215,7 @@ def save_rotated(model: nn.Module, layers: list[str], path: Path) -> None:
         raise ValueError(f"inputs of {sorted(sizes)} features are rotated: one size is read here")
     if online:
         first: Any = model.get_submodule(online[0])
-        one = torch.eye(*sizes, device=first.layer.weight.device)
+        one = torch.eye(first.layer.in_features, device=first.layer.weight.device)
         held[ONLINE_ROTATION] = first.rotation_forward(one)
     kept = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
     save_file(kept, str(path), metadata={ONLINE_ROTATION: " ".join(online)})
