@@ -469,6 +469,7 @@ class Grid:
         facts = {
             "label": label,
             "gives": method.gives,
+            "rotates": method.rotates,
             "formats": answer.formats,
             "seconds": answer.seconds,
             "peak_memory_bytes": answer.peak_memory_bytes,

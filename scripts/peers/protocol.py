@@ -24,7 +24,7 @@ WEIGHTS = "weights.safetensors"
 ROTATED = "rotated.safetensors"
 """Of a rotated model: every parameter that WEIGHTS does not hold, by name, and ONLINE_ROTATION where there is one."""
 ONLINE_ROTATION = "online_rotation"
-"""(in_features, in_features) float32, by which the rows of a layer's input are multiplied before they are quantized; the
+"""(size, size) float32, by which every `size` channels of a layer's input are multiplied before they are quantized; the
 file's metadata of this key names the layers, apart by spaces."""
 FAILURE = "failure.txt"
 INPUTS = "inputs"

@@ -23,8 +23,8 @@ class RotatedParts:
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """Name -> tensor of the model's shape; a tied head has its own."""
     online_rotation: Tensor | None = None
-    """(in_features, in_features) float32, by which the rows of the inputs of `online` are multiplied before they are
-    quantized."""
+    """(size, size) float32, by which every `size` channels of the inputs of `online` are multiplied before they are
+    quantized; in_features of each is a multiple of it."""
     online: tuple[str, ...] = ()
     """Layers."""
 
@@ -73,8 +73,10 @@ class RotatedParts:
             )
         sizes = {model.get_submodule(name).in_features for name in self.online}
         rotation = self.online_rotation
-        if {(size, size) for size in sizes} != {tuple(rotation.shape)}:
-            return f"has an online rotation of the shape {tuple(rotation.shape)} for layers of {sorted(map(str, sizes))} in_features"
+        shape = tuple(rotation.shape)
+        is_square = len(shape) == 2 and shape[0] == shape[1] > 0
+        if not (is_square and sizes) or any(size % shape[0] for size in sizes):
+            return f"has an online rotation of the shape {shape} for layers of {sorted(sizes)} in_features"
         if rotation.dtype != torch.float32 or not rotation.isfinite().all():
             return "has an online rotation that is not float32, or not finite"
         return ""
@@ -122,10 +124,11 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _rotating(rotation: Tensor) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
-    """A hook that multiplies the rows of a layer's input, in float32."""
+    """A hook that multiplies blocks of the rows of a layer's input, in float32."""
 
     def rotate(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (x,) = inputs
-        return ((x.float() @ rotation).to(x.dtype),)
+        blocks = x.float().unflatten(-1, (-1, len(rotation)))
+        return ((blocks @ rotation).flatten(-2).to(x.dtype),)
 
     return rotate

@@ -107,6 +107,12 @@ PEERS = {
                 after="ours:adaptive_polish",
                 takes=LEARNS,
             ),
+            "adaptive_rotated_learned": Method(
+                label="dmx adaptive, hadamard block, then learned",
+                gives="weights",
+                rotates=True,
+                takes=("learn_steps", RULE),
+            ),
             "kl_per_bit_learned": Method(
                 label="dmx kl_per_bit, then learned",
                 gives="weights",

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import dmx
 from dmx.applying.apply import applied
@@ -30,7 +30,15 @@ from experiments.running.settings import CONFIGS
 from scripts.claiming import claimed
 from scripts.peers import __main__ as peers
 from scripts.peers import answers, texts, tools
-from scripts.peers.protocol import ANSWER, ONLINE_ROTATION, WEIGHTS, Answer, Request, layer_bits
+from scripts.peers.protocol import (
+    ANSWER,
+    ONLINE_ROTATION,
+    TOKENS,
+    WEIGHTS,
+    Answer,
+    Request,
+    layer_bits,
+)
 from scripts.peers.rotated import RotatedParts, check_rotatable
 from scripts.peers.workers import (
     auto_round_worker,
@@ -40,6 +48,7 @@ from scripts.peers.workers import (
     ours,
     quark_worker,
 )
+from scripts.peers.workers.common import Cell
 
 FAMILY = ["mxfp4", "mxfp8_e4m3"]
 COMMON = [
@@ -238,7 +247,10 @@ def test_layers_with_a_bias_cannot_be_rotated():
         (torch.eye(8), [], {}, r"for layers of \[\]"),
         (torch.eye(8), ["norm"], {}, "other layers"),
         (torch.eye(8), ["down", "down"], {}, "or of one twice"),
-        (torch.eye(4), ["down"], {}, r"shape \(4, 4\) for layers of \['8'\] in_features"),
+        (torch.eye(3), ["down"], {}, r"shape \(3, 3\) for layers of \[8\] in_features"),
+        (torch.eye(16), ["down"], {}, r"shape \(16, 16\) for"),
+        (torch.ones(2, 4), ["down"], {}, r"shape \(2, 4\) for"),
+        (torch.ones(0, 0), ["down"], {}, r"shape \(0, 0\) for"),
         (torch.eye(8).double(), ["down"], {}, "not float32"),
         (torch.full((8, 8), math.inf), ["down"], {}, "not finite"),
     ],
@@ -372,6 +384,43 @@ def test_our_stages_of_weights_are_told_likewise(model, space, generator):
     assert torch.equal(left_alone, weights["learned", ("inputs", "bf16")])
     for a, b in itertools.combinations(weights.values(), 2):
         assert not torch.equal(a, b)
+
+
+def test_our_rotated_model_is_the_one_that_the_command_makes(tmp_path, monkeypatch):
+    """A tied head and all; losses as those of the assignment that learned."""
+    command = [
+        "tiny_llama",
+        "--out",
+        str(tmp_path),
+        *COMMON,
+        "--rules",
+        "floor",
+        "--units",
+        "layer",
+        "--own-windows",
+        "2",
+    ]
+    name = "ours_weights:adaptive_rotated_learned"
+    peer = dataclasses.replace(tools.PEERS["ours_weights"], own_rule="floor")
+    monkeypatch.setitem(tools.PEERS, "ours_weights", peer)  # for the windows in its folder
+    monkeypatch.setattr(peers, "run_worker", lambda peer, folder, pythons: ours.run(Cell(folder)))
+    made = []
+    learn = ours.learn_weights
+    monkeypatch.setattr(
+        ours, "learn_weights", lambda *a: made.append((a[0], learn(*a))) or made[0][1]
+    )
+    assert peers.main([*command, "--peers", name, "--option", "learn_steps=2"]) == 0
+    (folder,) = tmp_path.glob("cells/*")
+    record = Record.load(folder / "record.json")
+    assert record.actual["rotates"] and record.actual["chose_formats"]
+    assert 4 < record.rows[0].element_bits <= 5
+    windows = load_file(folder / TOKENS)["evaluation"]
+    ((model, assignment),) = made
+    assert assignment.transform["name"] == "hadamard_block"
+    with torch.no_grad(), applied(model, assignment, inputs=True):
+        logits = model(windows).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert math.log(record.rows[0].perplexity) == pytest.approx(float(loss), abs=1e-5)
 
 
 @pytest.mark.parametrize("rows, batches", [(1, 1), (16, 16), (64, 32), (96, 32), (500, 125)])

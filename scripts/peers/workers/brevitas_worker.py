@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ..protocol import COMPILE, ONLINE_ROTATION, PLUGINS, PUBLISHED, ROTATED, layer_bits
+from ..protocol import COMPILE, PLUGINS, PUBLISHED, layer_bits
 from .common import Cell, main
 
 QUANTIZERS = {
@@ -151,7 +150,7 @@ def run(cell: Cell) -> None:
     is_rotated = cell.request.method == ROTATES
     if is_rotated:
         cell.save_weights({name: dequantized(layer) for name, layer in layers.items()})
-        save_rotated(model, cell.layers, cell.folder / ROTATED)
+        save_rotated(cell, model)
     cell.notes.append(
         f"its own entry point and plugins; rotations {'learned' if is_rotated else 'off'}; "
         f"quantizers {'' if is_compiled(cell) else 'not '}compiled; "
@@ -201,24 +200,25 @@ def dequantized(layer: Any) -> Tensor:
     return weight.to(layer.weight.dtype)
 
 
-def save_rotated(model: nn.Module, layers: list[str], path: Path) -> None:
+def save_rotated(cell: Cell, model: nn.Module) -> None:
     """The parameters that are no layer's weight, and the online rotation with the layers whose inputs it is of.
 
     Raises:
         ValueError: online rotations differ.
     """
+    layers = cell.layers
     inside = tuple(f"{name}." for name in layers)
     held = {n: p.detach() for n, p in model.named_parameters() if not n.startswith(inside)}
     online = [name for name in layers if is_online(model.get_submodule(name))]
     sizes = {layer_of(model, name).in_features for name in online}
     if len(sizes) > 1:
         raise ValueError(f"inputs of {sorted(sizes)} features are rotated: one size is read here")
+    rotation = None
     if online:
         first: Any = model.get_submodule(online[0])
         one = torch.eye(first.layer.in_features, device=first.layer.weight.device)
-        held[ONLINE_ROTATION] = first.rotation_forward(one)
-    kept = {name: tensor.cpu().contiguous() for name, tensor in held.items()}
-    save_file(kept, str(path), metadata={ONLINE_ROTATION: " ".join(online)})
+        rotation = first.rotation_forward(one)
+    cell.save_rotated(held, rotation, online)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,18 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..protocol import ANSWER, FAILURE, REQUEST, TOKENS, WEIGHTS, Answer, Request, end_with
+from ..protocol import (
+    ANSWER,
+    FAILURE,
+    ONLINE_ROTATION,
+    REQUEST,
+    ROTATED,
+    TOKENS,
+    WEIGHTS,
+    Answer,
+    Request,
+    end_with,
+)
 
 
 class Cell:
@@ -105,6 +116,19 @@ class Cell:
         """layer -> dequantized weight."""
         held = {f"{name}.weight": w.detach().cpu().contiguous() for name, w in weights.items()}
         save_file(held, str(self.folder / WEIGHTS))
+
+    def save_rotated(
+        self, parameters: Mapping[str, Tensor], rotation: Tensor | None, online: Sequence[str]
+    ) -> None:
+        """Of a rotated model.
+
+        Args:
+            parameters: all that are no layer's weight.
+            rotation: as ONLINE_ROTATION has it, of the inputs of the layers `online`.
+        """
+        held = parameters if rotation is None else {**parameters, ONLINE_ROTATION: rotation}
+        kept = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in held.items()}
+        save_file(kept, str(self.folder / ROTATED), metadata={ONLINE_ROTATION: " ".join(online)})
 
     def answer(
         self,

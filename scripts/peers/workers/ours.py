@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from dmx.applying.stored import stored_weights
-from dmx.assignment.assignment import make_assignment
+from dmx.assignment.assignment import Assignment, make_assignment
 from dmx.assignment.budget import Budget
 from dmx.assignment.rules import ScaleRulesConfig
 from dmx.formats import BF16
 from dmx.searching import SearchConfig, search, search_space
 from dmx.searching.config import DescentConfig, PolishConfig
+from dmx.transforms.block import hadamard_block
 from dmx.weights.gptq import gptq
 from dmx.weights.learn_config import LearnConfig
 from dmx.weights.learned import learn_weights
@@ -31,6 +32,8 @@ EXACT: dict[str, Any] = {
 STEPS = {"dmx_40": 40, "dmx_80": 80, "exact": 400}
 POLISHED = "_polish"
 """End of the name of a search that is polished, in rounds as configs/search/polished.yaml has them."""
+ROTATED_LEARNED = "_rotated_learned"
+"""End of the name of a search whose weights and inputs are rotated in blocks first, and whose weights learn at the end."""
 ROUNDS = 12
 ROWS = 8
 """Of a step, at most; all batches have as many."""
@@ -51,6 +54,8 @@ def config_of(cell: Cell) -> SearchConfig:
     method = "kl_per_bit" if asked.given else asked.method
     if method.endswith(POLISHED):
         method, shared["polish"] = method.removesuffix(POLISHED), PolishConfig(rounds=ROUNDS)
+    if method.endswith(ROTATED_LEARNED):
+        method, shared["transform"] = method.removesuffix(ROTATED_LEARNED), "hadamard_block"
     if method in STEPS:
         return SearchConfig(name="differentiable", steps=STEPS[method], **exact, **shared)
     if method == "adaptive":
@@ -65,7 +70,7 @@ def batches_of(tokens: torch.Tensor) -> list[torch.Tensor]:
 
 
 def run(cell: Cell) -> None:
-    """Answers with formats, or with weights of the given ones."""
+    """Answers with formats, with weights of the given ones, or with both."""
     model = cell.model()
     if cell.request.given is not None:
         return weights(cell, model)
@@ -77,6 +82,9 @@ def run(cell: Cell) -> None:
         cell.notes.append(f"{len(result.history)} steps; kept: {assignment.search.kept}")
     if config.polish.rounds:
         cell.notes.append(f"at most {config.polish.rounds} rounds of polish")
+    if cell.request.method.endswith(ROTATED_LEARNED):
+        save_rotated(cell, model)
+        return finish(cell, learned(cell, model, assignment))
     cell.answer(
         dict(assignment.formats),
         ("dmx",),
@@ -99,28 +107,48 @@ def weights(cell: Cell, model: Any) -> None:
         batches = batches_of(cell.tokens)
         done = cell.timed(lambda: gptq(model, formats, batches))
     else:
-        rows = math.gcd(len(cell.tokens), ROWS)
-        batches = list(cell.tokens.cpu().split(rows))
-        steps = asked.options.get("learn_steps")
-        has_inputs = LEARN_INPUTS not in asked.options
-        config = LearnConfig(
-            steps=None if steps is None else int(steps), seed=asked.seed, inputs=has_inputs
-        )
-        done = cell.timed(lambda: learn_weights(model, formats, batches, config))
-        assert done.weights is not None
-        cell.notes.append(
-            f"{done.weights['steps']} steps of {rows} rows, over the given tokens again and again"
-        )
+        done = learned(cell, model, formats)
+    finish(cell, done)
+
+
+def learned(cell: Cell, model: Any, formats: Assignment) -> Assignment:
+    """Weights that learn under the formats, on the given tokens."""
+    asked = cell.request
+    rows = math.gcd(len(cell.tokens), ROWS)
+    batches = list(cell.tokens.cpu().split(rows))
+    steps = asked.options.get("learn_steps")
+    has_inputs = LEARN_INPUTS not in asked.options
+    config = LearnConfig(
+        steps=None if steps is None else int(steps), seed=asked.seed, inputs=has_inputs
+    )
+    done = cell.timed(lambda: learn_weights(model, formats, batches, config))
+    assert done.weights is not None
+    cell.notes.append(
+        f"{done.weights['steps']} steps of {rows} rows, over the given tokens again and again"
+    )
+    return done
+
+
+def finish(cell: Cell, done: Assignment) -> None:
+    """Answers with the formats and the weights."""
     peak = cell.peak()
     cell.save_weights(
         {
             name: weight.values(torch.float32)[
-                :, : formats.shapes[name][1]
+                :, : done.shapes[name][1]
             ]  # without what fills blocks
             for name, weight in stored_weights(done).items()
         }
     )
-    cell.answer(asked.given, ("dmx",), peak=peak)
+    cell.answer(dict(done.formats), ("dmx",), peak=peak, said_bits=done.bits["element_bits"])
+
+
+def save_rotated(cell: Cell, model: torch.nn.Module) -> None:
+    """All but the layers' weights as it is, and the rotation of every layer's input."""
+    weights = {f"{name}.weight" for name in cell.layers}
+    named = model.named_parameters(remove_duplicate=False)  # a tied head, too
+    rest = {name: parameter for name, parameter in named if name not in weights}
+    cell.save_rotated(rest, hadamard_block(), cell.layers)
 
 
 if __name__ == "__main__":
