@@ -363,6 +363,30 @@ def test_no_place_is_counted_against_the_published_dmx():
     assert "| dmx adaptive, polished | 10 | dMX as published | 10 | 1 | -63.2 |" in page
 
 
+def rotated(record):
+    return replace(record, actual={**record.actual, "rotates": True})
+
+
+def test_a_tool_that_rotates_is_held_against_our_rotated_blocks():
+    own = {"peer": "ours_weights", "gives": "weights", "seconds": 5.0, "kinds": ("W+A", "W")}
+    plain = made(2.9, name="adaptive_learned", label="learned", **own)
+    blocks = rotated(made(2.5, name="adaptive_rotated_learned", label="blocks", **own))
+    fields = {"peer": "brevitas", "gives": "weights", "kinds": ("W+A", "W")}
+    other = rotated(made(2.8, name="dmx_rotated", label="published", **fields))
+    other.actual["chose_formats"] = blocks.actual["chose_formats"] = True
+    page, _ = peers_page([plain, blocks, other])
+    assert "lower and in less time at 4 of 4 places with finished weights" in page
+    assert "| learned | – | published | 10 | 1 | +10.5 |" in page
+    assert "| blocks | 5 | published | 10 | 1 | -25.9 |" in page
+    assert f"{level(2.8):.2f} → {level(2.5):.2f} (-25.9)" in "\n".join(
+        readme_tools([plain, blocks, other])
+    )
+    # Beside what does not rotate, and where blocks were not rotated, ours is as it is by default.
+    sign = made(2.8, label="SignRound", **SIGN)
+    assert f"{level(2.8):.2f} → {level(2.9):.2f}" in "\n".join(readme_tools([plain, blocks, sign]))
+    assert "at 0 of 4 places with finished weights" in peers_page([plain, other])[0]
+
+
 def test_the_page_begins_with_a_short_lead_and_a_table_of_how_often_ours_is_below():
     sign = {"peer": "auto_round", "name": "sign_round", "label": "SignRound", "gives": "weights"}
     own = {"peer": "ours_weights", "name": "adaptive_learned", "label": "learned", "gives": "weights"}  # fmt: skip

@@ -40,7 +40,7 @@ _LEARNED = Method(
 README_METHODS = (
     _DMX,
     _ROUNDED,
-    replace(_ROUNDED, transform="hadamard_block", stage=NATURAL_ORDER),
+    replace(_ROUNDED, transform="hadamard_block"),
     _LEARNED,
     replace(_LEARNED, transform="hadamard_block", stage="950 steps"),
     replace(_LEARNED, input_format="mxfp8_e4m3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -149,11 +150,24 @@ def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
     for of in by_place(results):
         for asked in requests(of):
             for kind in dict.fromkeys(k for r in asked for k in r.kinds):
-                ours = default(asked, asked[0].gives, kind)
-                comparison = None if ours is None else best_compared(ours, kind, of)
+                comparison = _default_compared(asked, kind, of)
                 if comparison and comparison.other.asked != UNCOUNTED:
                     found.append(comparison)
     return found
+
+
+def _default_compared(
+    asked: Sequence[Result], kind: Kind, results: Sequence[Result]
+) -> Comparison | None:
+    """Of one request: with the best other tool; where that rotates, ours does, too."""
+    gives = asked[0].gives
+    ours = default(asked, gives, kind)
+    best = None if ours is None else best_compared(ours, kind, results)
+    if best is None or not best.other.rotates:
+        return best
+    rotated = default(asked, gives, kind, rotated=True)
+    assert rotated is not None  # there is one that does not
+    return compared(rotated, best.other, kind, results) or best
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -161,6 +175,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
     found = defaults_compared(results)
     if not found:
         return []
+    rotated = ", ours with rotated blocks where the other rotates" * any(c.ours.rotates for c in found)
     said = []
     for gives, name in NAMES.items():
         if of := [c for c in found if c.ours.gives == gives]:
@@ -168,7 +183,7 @@ def verdict(results: Sequence[Result]) -> list[str]:
             said.append(f"{_claim(gives)} at {met} of {len(of)} places with {name}")
     return [
         "Perplexity of our default beside that of the best other tool at the same place (candidates, budget, calibration "
-        f"tokens, scale rule): {', '.join(said)}.",
+        f"tokens, scale rule){rotated}: {', '.join(said)}.",
         "",
         *markdown(
             ["kind of answer", "quantized", "places", "of these on one seed", "claim", "holds at"],
@@ -213,7 +228,8 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
         "stands what was told that rule, and under W+A and W what was told so, of ours and of other tools, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
         "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against formats of the published dMX without its rotations no "
-        "place is counted above: its authors do not leave them out.",
+        "place is counted above: its authors do not leave them out. A tool that learns rotations is held there against our model with rotated "
+        "blocks, which has a row of its own.",
         *tables,
         *_where_not(results),
     ]
@@ -223,12 +239,14 @@ def _where_not(results: Sequence[Result]) -> list[str]:
     """Where a claim is missed, by candidates, budget and rule."""
     lines: list[str] = []
     missed = [c for c in defaults_compared(results) if not c.is_met]
-    several = len({place_text(c.ours.first) for c in missed}) > 1
+    places_of = Counter(place_text(c.ours.first) for c in missed)
+    usual = max(places_of, key=places_of.__getitem__, default="")
     for (gives, quantized), found in _by_claim(missed).items():
         places: dict[str, list[str]] = {}
         for c in found:
             place = f"{candidates(c.ours.family)} at {c.ours.limit:g} bits, {c.kind[1]}"
-            place += f", {place_text(c.ours.first)}" if several else ""
+            where = place_text(c.ours.first)
+            place += f", {where}" if where != usual else ""
             slower = ", but not known to be faster" if c.is_below else ""
             reads_met = round(c.change, 1) <= -CLAIMS[gives]
             short = " (just short)" if reads_met and not c.is_below else ""
@@ -236,7 +254,9 @@ def _where_not(results: Sequence[Result]) -> list[str]:
             places.setdefault(place, []).append(at)
         lines += [
             "",
-            f"Where our default is not {CLAIMS[gives]:g} % below, {NAMES[gives]}, {SIDES[quantized]}:",
+            f"Where our default is not {CLAIMS[gives]:g} % below, {NAMES[gives]}, {SIDES[quantized]}"
+            + (f" ({usual} where no other stand)" if len(places_of) > 1 else "")
+            + ":",
             "",
             *(f"- {place}: {', '.join(of)}" for place, of in places.items()),
         ]

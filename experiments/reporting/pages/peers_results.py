@@ -28,7 +28,13 @@ DEFAULTS = {
 }
 """By the type of device, and what is given: our methods, what the command does by default first (search=adaptive, polished on a
 card where weights stay nearest); the first that was run stands for us."""
-SHOWN = tuple(dict.fromkeys(m for of in DEFAULTS.values() for names in of.values() for m in names))
+ROTATED = "adaptive_rotated_learned"
+"""Our method that stands for us beside a tool that rotates."""
+SHOWN = tuple(
+    dict.fromkeys(
+        (*(m for of in DEFAULTS.values() for names in of.values() for m in names), ROTATED)
+    )
+)
 """Our methods that are held against other tools."""
 RULE, INPUTS = "rule", "inputs"
 """Options of what a method was told: the scale rule, of ours alone, and that inputs are left alone."""
@@ -178,6 +184,11 @@ class Result:
     def gives(self) -> str:
         """formats | weights"""
         return str(self.first.actual["gives"])
+
+    @property
+    def rotates(self) -> bool:
+        """Whether its weights are of a rotated model; older records do not say, and are of none."""
+        return bool(self.first.actual.get("rotates", False))
 
     @property
     def told(self) -> Kind:
@@ -368,13 +379,22 @@ def untold(result: Result, kind: Kind) -> tuple[bool, bool]:
     return result.told[0] != kind[0], result.told[1] != kind[1]
 
 
-def default(results: Sequence[Result], gives: str, kind: Kind) -> Result | None:
-    """What stands for us among results for one request: of DEFAULTS the first that was told the kind, else the nearest."""
+def default(
+    results: Sequence[Result], gives: str, kind: Kind, *, rotated: bool = False
+) -> Result | None:
+    """What stands for us among results for one request: of DEFAULTS the first that was told the kind, else the nearest.
+
+    Args:
+        rotated: beside a tool that rotates: ROTATED, where it is there.
+    """
     if not results:
         return None
     methods = DEFAULTS[results[0].first.device.type][gives]
+    if rotated:
+        methods = (ROTATED, *methods)
     found = [r for m in methods if (r := told(results, m, kind)) is not None and r.gives == gives]
-    return min(found, key=lambda r: untold(r, kind), default=None)  # the first of them
+    # The first of them.
+    return min(found, key=lambda r: (r.rotates != rotated, untold(r, kind)), default=None)
 
 
 # --- cells ----------------------------------------------------------------------------------------

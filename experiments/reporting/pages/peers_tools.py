@@ -66,7 +66,7 @@ def each_tool(results: Sequence[Result]) -> list[str]:
         f"scale rule {beside.rule}, under which most was measured; where "
         "several have as much, that of their lowest mean perplexity. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
         "negative where ours is lower, ± its standard error, paired by seed; one seed has none. Ours is what the command does by "
-        "default for this kind of answer. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
+        "default for this kind of answer, beside a tool that rotates with rotated blocks. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
         "finished weights are with the fastest search that chose their formats.",
         "",
         *markdown(
@@ -162,10 +162,9 @@ def _rows(
         rows: dict[str, dict[str, Comparison]] = {}
         for quantized in SIDES:
             kind = (quantized, rule)
-            if (ours := default(asked, gives, kind)) is None:
-                continue
             for other in others_told(of, kind):
-                if comparison := compared(ours, other, kind, place):
+                ours = default(asked, gives, kind, rotated=other.rotates)
+                if ours and (comparison := compared(ours, other, kind, place)):
                     rows.setdefault(other.title, {})[quantized] = comparison
         yield from rows.values()
 
