@@ -175,7 +175,9 @@ def verdict(results: Sequence[Result]) -> list[str]:
     found = defaults_compared(results)
     if not found:
         return []
-    rotated = ", ours with rotated blocks where the other rotates" * any(c.ours.rotates for c in found)
+    rotated = ", ours with rotated blocks where the other rotates" * any(
+        c.ours.rotates for c in found
+    )
     said = []
     for gives, name in NAMES.items():
         if of := [c for c in found if c.ours.gives == gives]:

@@ -209,7 +209,8 @@ def by_tokens(results: Sequence[Result]) -> tuple[str, list[str], dict[str, Figu
         "## By calibration tokens",
         "",
         f"Perplexity of the formats that searches chose, of methods with at least {FEWEST} numbers of tokens; bars are standard "
-        "errors over seeds. Lines of other tools are dashed. Over seconds a point is still one number of tokens, and lines join "
+        "errors over seeds, which draw rows of one text: the nearer to the whole of it, the more have two seeds in common, and the "
+        "less do errors say. Lines of other tools are dashed. Over seconds a point is still one number of tokens, and lines join "
         "those of a search in their order where more tokens never took less time; elsewhere they stand alone. Below, our default "
         "minus the heuristics that were told the same rule: ± a standard error over windows and seeds, paired by both; positive is worse.",
     ]

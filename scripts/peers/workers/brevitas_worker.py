@@ -154,7 +154,7 @@ def run(cell: Cell) -> None:
     cell.notes.append(
         f"its own entry point and plugins; rotations {'learned' if is_rotated else 'off'}; "
         f"quantizers {'' if is_compiled(cell) else 'not '}compiled; "
-        f"{len(changed)} layers lowered to hold the budget"
+        f"{len(changed)} layer{'s' * (len(changed) != 1)} lowered to hold the budget"
     )
     cell.answer(within, ("brevitas",), peak=peak, own_nll=cell.own_nll(model))
 
