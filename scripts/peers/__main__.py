@@ -80,8 +80,8 @@ LEAST = {
 }  # fmt: skip
 """Of numbers that are given."""
 APART = 0.05
-"""nats/token of a window between a tool's own loss and ours of its answer, above which it is warned of; 0.02 was seen where it
-computes in another dtype."""
+"""nats/token of a window between a tool's own loss and ours of its answer, above which it is warned of; 0.03 was seen, of a
+rotated model in bfloat16."""
 COUNTS = ("learn_steps", "iters", "steps")
 """Options that are whole numbers, at least 1."""
 USUAL = ["mxfp4", "mxfp8_e4m3"]

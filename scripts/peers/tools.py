@@ -111,7 +111,7 @@ PEERS = {
                 label="dmx adaptive, hadamard block, then learned",
                 gives="weights",
                 rotates=True,
-                takes=("learn_steps", RULE),
+                takes=LEARNS,
             ),
             "kl_per_bit_learned": Method(
                 label="dmx kl_per_bit, then learned",

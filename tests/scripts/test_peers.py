@@ -389,7 +389,7 @@ def test_our_stages_of_weights_are_told_likewise(model, space, generator):
 def test_our_rotated_model_is_the_one_that_the_command_makes(tmp_path, monkeypatch):
     """A tied head and all; losses as those of the assignment that learned."""
     command = [
-        "tiny_llama",
+        "tiny_smollm2",
         "--out",
         str(tmp_path),
         *COMMON,
@@ -406,9 +406,12 @@ def test_our_rotated_model_is_the_one_that_the_command_makes(tmp_path, monkeypat
     monkeypatch.setattr(peers, "run_worker", lambda peer, folder, pythons: ours.run(Cell(folder)))
     made = []
     learn = ours.learn_weights
-    monkeypatch.setattr(
-        ours, "learn_weights", lambda *a: made.append((a[0], learn(*a))) or made[0][1]
-    )
+
+    def learns(model, *given):
+        made.append((model, learn(model, *given)))
+        return made[-1][1]
+
+    monkeypatch.setattr(ours, "learn_weights", learns)
     assert peers.main([*command, "--peers", name, "--option", "learn_steps=2"]) == 0
     (folder,) = tmp_path.glob("cells/*")
     record = Record.load(folder / "record.json")

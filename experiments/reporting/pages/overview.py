@@ -20,7 +20,6 @@ from ..pooling import (
     unquantized,
 )
 from ..record import USUAL_FAMILY, Limit, Method, Record
-from ..stages import NATURAL_ORDER
 from .cells import best_heuristic, formats_of, mean_perplexity
 from .glance import Setting, inputs_notes, only_format, settings_of
 
@@ -97,8 +96,6 @@ def readme_table(records: Sequence[Record], presets: Presets, uniform: Record | 
             f" Weights learned in {MOST_STEPS} steps, or {PASSES} passes over a shorter text, where nothing else is said, "
             "scale rule even for MXFP4."
         )
-    if any(setting.key.stage == NATURAL_ORDER for setting in shown):
-        note += f" {NATURAL_ORDER.capitalize()}: columns as they stand, not by activity, which is the default."
     if flat_at := {b.limit for s in shown for b in s.budgets if s.at(b).is_flat}:
         limits = " and ".join(f"{limit:g}" for limit in sorted(flat_at))
         note += f" At {limits} bits all layers have one format, whatever chose."

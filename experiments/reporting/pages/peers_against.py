@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -11,6 +10,7 @@ from typing import Any
 from ..markdown import markdown
 from ..texts import SIDES
 from .peers_results import (
+    ROTATED,
     SHOWN,
     Kind,
     Result,
@@ -18,6 +18,7 @@ from .peers_results import (
     by_place,
     candidates,
     default,
+    place_of,
     place_text,
     standard_error,
     told,
@@ -145,29 +146,33 @@ def requests(results: Sequence[Result]) -> Iterator[list[Result]]:
 
 def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
     """Our default against the best other tool, in every place, request and kind where there are both, and it is not
-    UNCOUNTED."""
+    UNCOUNTED. Finished weights have one perplexity at W under both rules of inputs, and count once."""
     found = []
     for of in by_place(results):
         for asked in requests(of):
+            once = set()
             for kind in dict.fromkeys(k for r in asked for k in r.kinds):
-                comparison = _default_compared(asked, kind, of)
-                if comparison and comparison.other.asked != UNCOUNTED:
-                    found.append(comparison)
+                ours = default(asked, asked[0].gives, kind)
+                comparison = None if ours is None else best_compared(ours, kind, of)
+                if comparison is None or comparison.other.asked == UNCOUNTED:
+                    continue
+                if comparison.ours.gives == "weights" and kind[0] == "W":
+                    if comparison.levels in once:
+                        continue
+                    once.add(comparison.levels)
+                found.append(comparison)
     return found
 
 
-def _default_compared(
-    asked: Sequence[Result], kind: Kind, results: Sequence[Result]
-) -> Comparison | None:
-    """Of one request: with the best other tool; where that rotates, ours does, too."""
-    gives = asked[0].gives
-    ours = default(asked, gives, kind)
-    best = None if ours is None else best_compared(ours, kind, results)
-    if best is None or not best.other.rotates:
-        return best
-    rotated = default(asked, gives, kind, rotated=True)
-    assert rotated is not None  # there is one that does not
-    return compared(rotated, best.other, kind, results) or best
+def with_blocks(comparison: Comparison, results: Sequence[Result]) -> Comparison | None:
+    """The same with our rotated blocks in place of our default, where the other tool rotates; None where it does not, or they
+    were not measured so."""
+    ours, other, kind = comparison.ours, comparison.other, comparison.kind
+    place = [r for r in results if place_of(r.first) == place_of(ours.first)]
+    blocks = told((r for r in place if r.request == ours.request), ROTATED, kind)
+    if blocks is None or not other.rotates:
+        return None
+    return compared(blocks, other, kind, place)
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -175,17 +180,17 @@ def verdict(results: Sequence[Result]) -> list[str]:
     found = defaults_compared(results)
     if not found:
         return []
-    rotated = ", ours with rotated blocks where the other rotates" * any(
-        c.ours.rotates for c in found
-    )
     said = []
     for gives, name in NAMES.items():
         if of := [c for c in found if c.ours.gives == gives]:
-            met = sum(c.is_met for c in of)
-            said.append(f"{_claim(gives)} at {met} of {len(of)} places with {name}")
+            met, of_blocks = _met(of, results)
+            more = f" ({of_blocks} with rotated blocks where the other tool rotates)"
+            said.append(
+                f"{_claim(gives)} at {met} of {len(of)} places with {name}{more * (of_blocks != met)}"
+            )
     return [
-        "Perplexity of our default beside that of the best other tool at the same place (candidates, budget, calibration "
-        f"tokens, scale rule){rotated}: {', '.join(said)}.",
+        "Perplexity of our default beside that of the best other tool at the same place (candidates, units, budget, calibration "
+        f"tokens, what is quantized, scale rule): {', '.join(said)}.",
         "",
         *markdown(
             ["kind of answer", "quantized", "places", "of these on one seed", "claim", "holds at"],
@@ -196,13 +201,24 @@ def verdict(results: Sequence[Result]) -> list[str]:
                     len(of),
                     sum(len(c.seeds) == 1 for c in of),
                     _claim(gives),
-                    sum(c.is_met for c in of),
+                    _met_text(of, results),
                 ]
                 for (gives, quantized), of in _by_claim(found).items()
             ),
         ),
         "",
     ]
+
+
+def _met(comparisons: Sequence[Comparison], results: Sequence[Result]) -> tuple[int, int]:
+    """How many claims hold: of our default, and with rotated blocks in its place where the other tool rotates."""
+    blocks = [with_blocks(c, results) or c for c in comparisons]
+    return sum(c.is_met for c in comparisons), sum(c.is_met for c in blocks)
+
+
+def _met_text(comparisons: Sequence[Comparison], results: Sequence[Result]) -> str:
+    met, of_blocks = _met(comparisons, results)
+    return f"{met}" + f" ({of_blocks} with rotated blocks)" * (of_blocks != met)
 
 
 def _claim(gives: str) -> str:
@@ -230,8 +246,8 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
         "stands what was told that rule, and under W+A and W what was told so, of ours and of other tools, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
         "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against formats of the published dMX without its rotations no "
-        "place is counted above: its authors do not leave them out. A tool that learns rotations is held there against our model with rotated "
-        "blocks, which has a row of its own.",
+        "place is counted above: its authors do not leave them out. Rows with rotated blocks are of no default of ours: a tool that rotates "
+        "stands beside them, too. Finished weights have one perplexity at W under both rules, and are counted once there.",
         *tables,
         *_where_not(results),
     ]
@@ -241,24 +257,27 @@ def _where_not(results: Sequence[Result]) -> list[str]:
     """Where a claim is missed, by candidates, budget and rule."""
     lines: list[str] = []
     missed = [c for c in defaults_compared(results) if not c.is_met]
-    places_of = Counter(place_text(c.ours.first) for c in missed)
-    usual = max(places_of, key=places_of.__getitem__, default="")
+    units = {c.ours.units for c in missed}
+    place_texts = {place_text(c.ours.first) for c in missed}
+    several = len(place_texts) > len(units)  # that differ in more than units
     for (gives, quantized), found in _by_claim(missed).items():
         places: dict[str, list[str]] = {}
         for c in found:
             place = f"{candidates(c.ours.family)} at {c.ours.limit:g} bits, {c.kind[1]}"
-            where = place_text(c.ours.first)
-            place += f", {where}" if where != usual else ""
+            if several:
+                place += f", {place_text(c.ours.first)}"
+            elif len(units) > 1:
+                place += f", {c.ours.units} units"
             slower = ", but not known to be faster" if c.is_below else ""
             reads_met = round(c.change, 1) <= -CLAIMS[gives]
             short = " (just short)" if reads_met and not c.is_below else ""
-            at = f"{c.change:+.1f} %{short} with {c.ours.tokens[0]:,} tokens{slower}{c.note}"
+            blocks = with_blocks(c, results)
+            more = "" if blocks is None else f"; with rotated blocks {blocks.change:+.1f} %"
+            at = f"{c.change:+.1f} %{short} with {c.ours.tokens[0]:,} tokens{slower}{c.note}{more}"
             places.setdefault(place, []).append(at)
         lines += [
             "",
-            f"Where our default is not {CLAIMS[gives]:g} % below, {NAMES[gives]}, {SIDES[quantized]}"
-            + (f" ({usual} where no other stand)" if len(places_of) > 1 else "")
-            + ":",
+            f"Where our default is not {CLAIMS[gives]:g} % below, {NAMES[gives]}, {SIDES[quantized]}:",
             "",
             *(f"- {place}: {', '.join(of)}" for place, of in places.items()),
         ]

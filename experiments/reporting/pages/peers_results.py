@@ -29,7 +29,7 @@ DEFAULTS = {
 """By the type of device, and what is given: our methods, what the command does by default first (search=adaptive, polished on a
 card where weights stay nearest); the first that was run stands for us."""
 ROTATED = "adaptive_rotated_learned"
-"""Our method that stands for us beside a tool that rotates."""
+"""Our method that rotates, no default: it is set beside a tool that rotates."""
 SHOWN = tuple(
     dict.fromkeys(
         (*(m for of in DEFAULTS.values() for names in of.values() for m in names), ROTATED)
@@ -379,22 +379,13 @@ def untold(result: Result, kind: Kind) -> tuple[bool, bool]:
     return result.told[0] != kind[0], result.told[1] != kind[1]
 
 
-def default(
-    results: Sequence[Result], gives: str, kind: Kind, *, rotated: bool = False
-) -> Result | None:
-    """What stands for us among results for one request: of DEFAULTS the first that was told the kind, else the nearest.
-
-    Args:
-        rotated: beside a tool that rotates: ROTATED, where it is there.
-    """
+def default(results: Sequence[Result], gives: str, kind: Kind) -> Result | None:
+    """What stands for us among results for one request: of DEFAULTS the first that was told the kind, else the nearest."""
     if not results:
         return None
     methods = DEFAULTS[results[0].first.device.type][gives]
-    if rotated:
-        methods = (ROTATED, *methods)
     found = [r for m in methods if (r := told(results, m, kind)) is not None and r.gives == gives]
-    # The first of them.
-    return min(found, key=lambda r: (r.rotates != rotated, untold(r, kind)), default=None)
+    return min(found, key=lambda r: untold(r, kind), default=None)  # the first of them
 
 
 # --- cells ----------------------------------------------------------------------------------------

@@ -10,7 +10,15 @@ from typing import Any
 from ..markdown import markdown
 from ..record import Record, Row
 from ..texts import SIDES
-from .peers_against import NAMES, Comparison, compared, others_told, seconds_of, verdict
+from .peers_against import (
+    NAMES,
+    Comparison,
+    compared,
+    others_told,
+    seconds_of,
+    verdict,
+    with_blocks,
+)
 from .peers_results import (
     Result,
     by_place,
@@ -40,6 +48,11 @@ class Beside:
         return [quantized for quantized in SIDES if any(quantized in row for row in self.rows)]
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether ours has rotated blocks in a row."""
+        return any(c.ours.rotates for row in self.rows for c in row.values())
+
+    @property
     def request(self) -> str:
         """Candidates, budget and tokens."""
         tokens, _ = self.first.tokens
@@ -66,7 +79,7 @@ def each_tool(results: Sequence[Result]) -> list[str]:
         f"scale rule {beside.rule}, under which most was measured; where "
         "several have as much, that of their lowest mean perplexity. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
         "negative where ours is lower, ± its standard error, paired by seed; one seed has none. Ours is what the command does by "
-        "default for this kind of answer, beside a tool that rotates with rotated blocks. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
+        "default for this kind of answer; beside a tool that rotates ours has rotated blocks, which are no default. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
         "finished weights are with the fastest search that chose their formats.",
         "",
         *markdown(
@@ -91,6 +104,8 @@ def readme_tools(records: Sequence[Record]) -> list[str]:
         "",
         f"Perplexity of {first.model.id} on {first.data['evaluation'].name}; {beside.request}, {first.device.name}, {beside.first.units} "
         f"units where no other stand, scale rule {beside.rule}; means over the seeds that both have, and how far ours is from theirs in %, ± its standard error. "
+        + "Beside the tool that rotates ours has rotated blocks, which are no default. "
+        * beside.has_blocks
         + " ".join(
             [
                 "Seconds of finished weights are with the search that chose their formats.",
@@ -163,9 +178,10 @@ def _rows(
         for quantized in SIDES:
             kind = (quantized, rule)
             for other in others_told(of, kind):
-                ours = default(asked, gives, kind, rotated=other.rotates)
+                ours = default(asked, gives, kind)
                 if ours and (comparison := compared(ours, other, kind, place)):
-                    rows.setdefault(other.title, {})[quantized] = comparison
+                    blocks = with_blocks(comparison, place)
+                    rows.setdefault(other.title, {})[quantized] = blocks or comparison
         yield from rows.values()
 
 

@@ -150,7 +150,7 @@ def run(cell: Cell) -> None:
     is_rotated = cell.request.method == ROTATES
     if is_rotated:
         cell.save_weights({name: dequantized(layer) for name, layer in layers.items()})
-        save_rotated(cell, model)
+        save_rotated_model(cell, model)
     cell.notes.append(
         f"its own entry point and plugins; rotations {'learned' if is_rotated else 'off'}; "
         f"quantizers {'' if is_compiled(cell) else 'not '}compiled; "
@@ -200,7 +200,7 @@ def dequantized(layer: Any) -> Tensor:
     return weight.to(layer.weight.dtype)
 
 
-def save_rotated(cell: Cell, model: nn.Module) -> None:
+def save_rotated_model(cell: Cell, model: nn.Module) -> None:
     """The parameters that are no layer's weight, and the online rotation with the layers whose inputs it is of.
 
     Raises:

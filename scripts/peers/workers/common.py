@@ -127,6 +127,7 @@ class Cell:
             rotation: as ONLINE_ROTATION has it, of the inputs of the layers `online`.
         """
         held = parameters if rotation is None else {**parameters, ONLINE_ROTATION: rotation}
+        # Copies: tied tensors share memory, which safetensors refuses.
         kept = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in held.items()}
         save_file(kept, str(self.folder / ROTATED), metadata={ONLINE_ROTATION: " ".join(online)})
 

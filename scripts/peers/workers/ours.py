@@ -82,9 +82,9 @@ def run(cell: Cell) -> None:
         cell.notes.append(f"{len(result.history)} steps; kept: {assignment.search.kept}")
     if config.polish.rounds:
         cell.notes.append(f"at most {config.polish.rounds} rounds of polish")
-    if cell.request.method.endswith(ROTATED_LEARNED):
-        save_rotated(cell, model)
-        return finish(cell, learned(cell, model, assignment))
+    if config.transform != "none":
+        save_rotated_model(cell, model)
+        return finish(cell, learn(cell, model, assignment))
     cell.answer(
         dict(assignment.formats),
         ("dmx",),
@@ -107,12 +107,12 @@ def weights(cell: Cell, model: Any) -> None:
         batches = batches_of(cell.tokens)
         done = cell.timed(lambda: gptq(model, formats, batches))
     else:
-        done = learned(cell, model, formats)
+        done = learn(cell, model, formats)
     finish(cell, done)
 
 
-def learned(cell: Cell, model: Any, formats: Assignment) -> Assignment:
-    """Weights that learn under the formats, on the given tokens."""
+def learn(cell: Cell, model: Any, assignment: Assignment) -> Assignment:
+    """The assignment with weights that learned under its formats, on the given tokens."""
     asked = cell.request
     rows = math.gcd(len(cell.tokens), ROWS)
     batches = list(cell.tokens.cpu().split(rows))
@@ -121,7 +121,7 @@ def learned(cell: Cell, model: Any, formats: Assignment) -> Assignment:
     config = LearnConfig(
         steps=None if steps is None else int(steps), seed=asked.seed, inputs=has_inputs
     )
-    done = cell.timed(lambda: learn_weights(model, formats, batches, config))
+    done = cell.timed(lambda: learn_weights(model, assignment, batches, config))
     assert done.weights is not None
     cell.notes.append(
         f"{done.weights['steps']} steps of {rows} rows, over the given tokens again and again"
@@ -143,11 +143,11 @@ def finish(cell: Cell, done: Assignment) -> None:
     cell.answer(dict(done.formats), ("dmx",), peak=peak, said_bits=done.bits["element_bits"])
 
 
-def save_rotated(cell: Cell, model: torch.nn.Module) -> None:
+def save_rotated_model(cell: Cell, model: torch.nn.Module) -> None:
     """All but the layers' weights as it is, and the rotation of every layer's input."""
-    weights = {f"{name}.weight" for name in cell.layers}
+    elsewhere = {f"{name}.weight" for name in cell.layers}
     named = model.named_parameters(remove_duplicate=False)  # a tied head, too
-    rest = {name: parameter for name, parameter in named if name not in weights}
+    rest = {name: parameter for name, parameter in named if name not in elsewhere}
     cell.save_rotated(rest, hadamard_block(), cell.layers)
 
 
