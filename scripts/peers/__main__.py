@@ -64,7 +64,7 @@ from .protocol import (
     end_with,
     ending_with_this,
 )
-from .rotated import RotatedParts, check_rotatable
+from .rotated import RotatedParts, check_readable
 from .texts import NAMES, read_texts
 from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 
@@ -347,9 +347,10 @@ class Grid:
         # Before a search is run for it: a tool that is missing, a model that cannot be read.
         python_of(cell.peer, self.pythons)
         method = PEERS[cell.peer].methods[cell.method]
-        if method.rotates:
+        if method.gives == "weights":
             units = self.bench.space(cell.family, cell.units).units
-            check_rotatable(self.bench.model, [layer for unit in units for layer in unit.layers])
+            layers = [layer for unit in units for layer in unit.layers]
+            check_readable(self.bench.model, layers, biases=method.holds_biases)
         folder.mkdir(parents=True, exist_ok=True)
         started, clock = time.time(), time.perf_counter()
         formats = None if method.after is None else self._chosen(cell, method.after)

@@ -16,6 +16,7 @@ from dmx.assignment.facts import SearchFacts
 from dmx.assignment.space import SearchSpace
 from dmx.errors import RunError
 from dmx.formats import get_block_format
+from dmx.models.experts import form_of, linear_experts
 from dmx.numerics import fake_quant
 
 from .protocol import ANSWER, Answer, layer_bits
@@ -57,7 +58,8 @@ def assignment_of(
         seconds=answer.seconds,
         **facts,
     )
-    return make_assignment(space, choice, model, budget=Budget(limit), search=search)
+    with linear_experts(model, form_of(model, answer.formats)):
+        return make_assignment(space, choice, model, budget=Budget(limit), search=search)
 
 
 def weight_rule(weights: Mapping[str, Tensor], formats: Mapping[str, str]) -> str:
@@ -100,7 +102,7 @@ def finished_weights(path: Path, layers: Sequence[str]) -> dict[str, Tensor]:
 def damaged(path: Path) -> RunError:
     """The error of a file beside an answer, with the way out."""
     return RunError(
-        f"{path} is missing or damaged: delete {ANSWER} beside it, and both are made again"
+        f"{path} is missing or damaged: delete {ANSWER} beside it, and what a cell answered is made again"
     )
 
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dmx.errors import RunError
+from dmx.models.linears import linear_layers
 
 from .answers import damaged
 from .protocol import ONLINE_ROTATION
@@ -104,16 +105,25 @@ class RotatedParts:
                 setattr(module, leaf, own[name])
 
 
-def check_rotatable(model: nn.Module, layers: Sequence[str]) -> None:
-    """A bias changes with a rotated weight, and no file holds it.
+def check_readable(model: nn.Module, layers: Sequence[str], *, biases: bool) -> None:
+    """Whether finished weights of these layers could be read.
+
+    Args:
+        biases: whether a file would hold theirs, or they stay as they are.
 
     Raises:
-        RunError: a layer has one.
+        RunError: no; says of which layer.
     """
-    biased = [name for name in layers if model.get_submodule(name).bias is not None]
-    if biased:
+    linear = linear_layers(model)
+    if experts := [name for name in layers if name not in linear]:
         raise RunError(
-            f"{len(biased)} layers have a bias, first {biased[0]}: of a rotated model that cannot be read. Ask for formats alone."
+            f"{len(experts)} of what has a format are experts in one tensor, first {experts[0]}: finished weights are read of linear "
+            "layers alone. Ask for formats alone."
+        )
+    if biased := [name for name in layers if not biases and linear[name].bias is not None]:
+        raise RunError(
+            f"{len(biased)} layers have a bias, first {biased[0]}: of a model that this tool rotates that cannot be read. Ask for "
+            "its formats alone."
         )
 
 

@@ -36,6 +36,8 @@ class Method:
     """PEER:METHOD whose formats it is given."""
     rotates: bool = False
     """Whether its weights are of a rotated model, whose other parameters it leaves beside them."""
+    holds_biases: bool = True
+    """Whether its weights' layers keep their biases, or its file has those that a rotation changed."""
     units: tuple[str, ...] = ("fused", "layer")
     families: tuple[tuple[str, ...], ...] | None = None
     """Lists of candidates that it can be given; None: any of its formats."""
@@ -167,6 +169,7 @@ PEERS = {
                 label="dMX as published, rotations learned",
                 gives="weights",
                 rotates=True,
+                holds_biases=False,
                 families=(("mxfp4", "mxfp8_e4m3"), ("mxfp4", "mxfp6_e2m3")),
                 units=("layer",),
                 needs=(PUBLISHED,),

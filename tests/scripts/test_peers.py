@@ -39,7 +39,7 @@ from scripts.peers.protocol import (
     Request,
     layer_bits,
 )
-from scripts.peers.rotated import RotatedParts, check_rotatable
+from scripts.peers.rotated import RotatedParts, check_readable
 from scripts.peers.workers import (
     auto_round_worker,
     brevitas_worker,
@@ -224,15 +224,24 @@ def test_the_published_command_line_has_what_its_authors_say(tmp_path):
     assert "--rotation fused_no_fx --rotation-mode had" in asked("dmx_rotated")
 
 
-def test_layers_with_a_bias_cannot_be_rotated():
+def test_finished_weights_of_experts_and_rotated_biases_are_refused():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2, bias=False)}
     )
-    check_rotatable(model, ["b"])
-    with pytest.raises(
-        RunError, match=r"1 layers have a bias, first a: .* Ask for formats alone\."
-    ):
-        check_rotatable(model, ["a", "b"])
+    check_readable(model, ["b"], biases=False)
+    check_readable(model, ["a", "b"], biases=True)
+    with pytest.raises(RunError, match=r"1 layers have a bias, first a: .* its formats alone\."):
+        check_readable(model, ["a", "b"], biases=False)
+    with pytest.raises(RunError, match=r"experts in one tensor, first mlp\.gate_up_proj: .* Ask"):
+        check_readable(model, ["a", "mlp.gate_up_proj"], biases=True)
+
+
+def test_a_cell_that_cannot_be_read_ends_no_other(tmp_path, capsys):
+    command = ["tiny_qwen3_moe", "--out", str(tmp_path), *COMMON, "--rules", "floor"]
+    names = ["ours_weights:adaptive_rotated_learned", "ours:kl_per_bit"]
+    assert peers.main([*command, "--peers", *names]) == 1
+    assert "experts in one tensor" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("cells/*/record.json"))) == 1
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ class Cell:
         self._evaluation: Tensor = tensors["evaluation"][: self.request.own_windows]
         self.notes: list[str] = []
         self._seconds = 0.0
+        self._peak = 0  # of timed work before the last, on a GPU
 
     @property
     def layers(self) -> list[str]:
@@ -73,9 +74,11 @@ class Cell:
         ]
 
     def timed(self, work: Callable[[], Any]) -> Any:
-        """What the work returns; its time is the answer's, and on a GPU its peak."""
+        """What the work returns; its time is the answer's, and on a GPU its peak, with those of other work."""
         cuda = self.request.device.startswith("cuda")
         if cuda:
+            if self._seconds:
+                self._peak = max(self._peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         result = work()
@@ -87,7 +90,7 @@ class Cell:
     def peak(self) -> int:
         """Of the allocator of the GPU, or of the process so far."""
         if self.request.device.startswith("cuda"):
-            return torch.cuda.max_memory_allocated()
+            return max(self._peak, torch.cuda.max_memory_allocated())
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
