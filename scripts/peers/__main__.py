@@ -14,7 +14,6 @@ python -m scripts.publish_record OUT/cells/NAME peers_NAME.
 
 import argparse
 import contextlib
-import math
 import os
 import subprocess
 import sys
@@ -112,9 +111,23 @@ class Cell:
         return Cell(**{**asdict(self), "family": self.family, "peer": peer, "method": method})
 
 
+def _methods_text() -> str:
+    """Which peers, methods and options there are."""
+    lines = ["PEER[:METHOD], and which --option it takes:"]
+    for peer, of in PEERS.items():
+        for name, method in of.methods.items():
+            options = [*(f"{n} (needed)" for n in method.needs), *method.takes]
+            said = f" ({', '.join(options)})" if options else ""
+            lines.append(f"  {peer}:{name}: {method.label}{said}")
+    return "\n".join([*lines, "", f"TEXT: {', '.join(NAMES)}"])
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.peers",
+        description=__doc__,
+        epilog=_methods_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="a file of configs/model, or a folder")
     parser.add_argument("--out", type=Path, required=True)
@@ -288,7 +301,7 @@ def check_tokens(given: argparse.Namespace) -> None:
 
 
 def check_numbers(given: argparse.Namespace) -> None:
-    """Raise RunError for numbers below what they may be, for candidates that are none, and for budgets below these."""
+    """Raise RunError for numbers below what they may be, for candidates that are none, and for budgets outside these."""
     check_least(given, LEAST)
     if (seed := max(given.seeds)) > MOST_SEED:
         raise RunError(f"--seeds {seed} must be at most {MOST_SEED}")
@@ -296,10 +309,10 @@ def check_numbers(given: argparse.Namespace) -> None:
         formats = get_family(names, setting="--family").formats
         low, high = formats[0].element_bits, formats[-1].element_bits
         for limit in given.budgets:
-            if not (math.isfinite(limit) and limit >= low):
+            if not low <= limit <= high:  # which no NaN is
                 raise RunError(
                     f"--budgets {limit:g}: layers of {'/'.join(names)} have {low:g} to {high:g} element_bits. Give a number "
-                    f"from {low:g}, or other candidates (--family)."
+                    f"from {low:g} to {high:g}, or other candidates (--family)."
                 )
 
 

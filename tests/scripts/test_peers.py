@@ -485,6 +485,7 @@ def test_asking_for_what_is_not_there_says_what_is(monkeypatch, tmp_path):
             "--budgets nan: layers of mxfp4/mxfp8_e4m3 have 4 to 8 element_bits.",
         ),
         (["--budgets", "5", "3.9"], "--budgets 3.9: layers of mxfp4/mxfp8_e4m3 have 4 to 8"),
+        (["--budgets", "9"], "Give a number from 4 to 8, or other candidates"),
         (["--family", "mxfp4", "other"], "--family="),
         (["--family", "mxfp8_e4m3", "mxfp4"], "Name formats of rising bits, cheapest first."),
         (["--family", "nvfp4", "mxfp8_e4m3"], "nothing to run"),
