@@ -20,6 +20,9 @@ from rich.text import Text
 
 from dmx.processes import own_rank
 
+LINE_EVERY = 60.0
+"""Seconds between lines of a log."""
+
 
 class TimeLeft(ProgressColumn):
     """At the pace so far, what follows included (`after` of `progress`)."""
@@ -39,7 +42,8 @@ def progress(
     what: str, total: int, *, done: int = 0, after: int = 0, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar; of processes that share
-    a run the main one shows it.
+    a run the main one shows it. Where it does not go to a terminal (a log), the line is written anew every LINE_EVERY
+    seconds.
 
     Args:
         done: of `total`, by a run that was stopped.
@@ -53,9 +57,15 @@ def progress(
         *columns, console=Console(stderr=True), disable=quiet or own_rank() > 0, transient=False
     ) as bar:
         task = bar.add_task(what, total=total, completed=done, note="", after=after)
+        is_log = not (bar.disable or bar.console.is_terminal or bar.console.is_jupyter)
+        written = time.monotonic()
 
         def advance(note: str = "") -> None:
+            nonlocal written
             bar.update(task, advance=1, note=note)
+            if is_log and not bar.finished and time.monotonic() - written >= LINE_EVERY:
+                bar.console.print(bar.get_renderable())
+                written = time.monotonic()
 
         yield advance
 

@@ -1,8 +1,10 @@
-"""The time left on a progress line."""
+"""The time left on a progress line, and lines of a log."""
 
+import pytest
 from rich.progress import Progress
 
-from dmx.progress import TimeLeft
+from dmx import progress as module
+from dmx.progress import TimeLeft, progress
 
 
 def test_the_time_left_counts_what_follows_at_the_pace_so_far():
@@ -16,3 +18,17 @@ def test_the_time_left_counts_what_follows_at_the_pace_so_far():
         for task in tasks:
             bar.advance(task.id)
     assert [str(left.render(task)) for task in tasks] == ["0:00:14", "0:00:54"]
+
+
+@pytest.mark.parametrize(
+    ("every", "quiet", "counts"),
+    [(0.0, False, ["1/3", "2/3", "3/3"]), (60.0, False, ["3/3"]), (0.0, True, [])],
+)
+def test_a_log_has_a_line_now_and_then_and_the_last(monkeypatch, capsys, every, quiet, counts):
+    monkeypatch.setattr(module, "LINE_EVERY", every)
+    with progress("scan", 3, quiet=quiet) as advance:
+        for number in range(3):
+            advance(f"note {number}")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in lines if line] == counts
+    assert not lines or lines[-1].endswith("note 2")
