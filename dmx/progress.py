@@ -42,8 +42,8 @@ def progress(
     what: str, total: int, *, done: int = 0, after: int = 0, quiet: bool = False
 ) -> Iterator[Callable[[str], None]]:
     """Gives `advance(note)`, which counts one of `total` and shows a note beside the bar; of processes that share
-    a run the main one shows it. Where it does not go to a terminal (a log), the line is written anew every LINE_EVERY
-    seconds.
+    a run the main one shows it. Where it does not go to a terminal (a log), the line is written anew at the first step
+    after LINE_EVERY seconds.
 
     Args:
         done: of `total`, by a run that was stopped.
@@ -54,7 +54,10 @@ def progress(
         TextColumn("left"), TimeLeft(), TextColumn("{task.fields[note]}"),
     )  # fmt: skip
     with Progress(
-        *columns, console=Console(stderr=True), disable=quiet or own_rank() > 0, transient=False
+        *columns,
+        console=Console(stderr=True),
+        disable=quiet or own_rank() > 0,
+        speed_estimate_period=math.inf,  # steps may take longer than the 30 s that rich looks back
     ) as bar:
         task = bar.add_task(what, total=total, completed=done, note="", after=after)
         is_log = not (bar.disable or bar.console.is_terminal or bar.console.is_jupyter)

@@ -1,5 +1,7 @@
 """The time left on a progress line, and lines of a log."""
 
+from functools import partial
+
 import pytest
 from rich.progress import Progress
 
@@ -26,9 +28,20 @@ def test_the_time_left_counts_what_follows_at_the_pace_so_far():
 )
 def test_a_log_has_a_line_now_and_then_and_the_last(monkeypatch, capsys, every, quiet, counts):
     monkeypatch.setattr(module, "LINE_EVERY", every)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)  # by which rich takes a log for a terminal
     with progress("scan", 3, quiet=quiet) as advance:
         for number in range(3):
             advance(f"note {number}")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[2] for line in lines if line] == counts
     assert not lines or lines[-1].endswith("note 2")
+
+
+def test_steps_of_minutes_have_a_time_left_too(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(module, "Progress", partial(Progress, get_time=lambda: now[0]))
+    monkeypatch.setattr(module, "LINE_EVERY", 0.0)
+    with progress("scan", 5) as advance:
+        for now[0] in (45.0, 90.0, 135.0, 180.0):
+            advance()
+    assert "4/5 0:03:00 left 0:00:45" in capsys.readouterr().err

@@ -106,24 +106,24 @@ class RotatedParts:
 
 
 def check_readable(model: nn.Module, layers: Sequence[str], *, biases: bool) -> None:
-    """Whether finished weights of these layers could be read.
+    """Refuse layers whose finished weights could not be read.
 
     Args:
-        biases: whether a file would hold theirs, or they stay as they are.
+        biases: whether the file holds them, or they stay as they are.
 
     Raises:
-        RunError: no; says of which layer.
+        RunError: there are such; names the first.
     """
     linear = linear_layers(model)
     if experts := [name for name in layers if name not in linear]:
         raise RunError(
-            f"{len(experts)} of what has a format are experts in one tensor, first {experts[0]}: finished weights are read of linear "
-            "layers alone. Ask for formats alone."
+            f"{len(experts)} layers are experts in one tensor, first {experts[0]}: finished weights are read of linear layers "
+            "alone. Ask for formats alone."
         )
     if biased := [name for name in layers if not biases and linear[name].bias is not None]:
         raise RunError(
-            f"{len(biased)} layers have a bias, first {biased[0]}: of a model that this tool rotates that cannot be read. Ask for "
-            "its formats alone."
+            f"{len(biased)} layers have a bias, first {biased[0]}: this tool changes biases when it rotates, and they cannot be "
+            "read. Ask for its formats alone."
         )
 
 

@@ -37,7 +37,7 @@ class Method:
     rotates: bool = False
     """Whether its weights are of a rotated model, whose other parameters it leaves beside them."""
     holds_biases: bool = True
-    """Whether its weights' layers keep their biases, or its file has those that a rotation changed."""
+    """Whether biases stay as they are, or its file has those that a rotation changed."""
     units: tuple[str, ...] = ("fused", "layer")
     families: tuple[tuple[str, ...], ...] | None = None
     """Lists of candidates that it can be given; None: any of its formats."""

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -344,6 +345,19 @@ def test_what_stands_in_for_modelopts_extension_is_our_rule_rceil(generator):
     x = torch.randn(4, 64, generator=generator)
     found = modelopt_worker.StandIn().fused_amax_convert(x, 32, "E2M1", "E8M0", None)
     assert torch.equal(found, dmx.fake_quant(x, "mxfp4", scale_rule="rceil"))
+
+
+def test_the_peak_of_a_card_is_that_of_timed_work(monkeypatch):
+    highest = [0]
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: highest.__setitem__(0, 0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: highest[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    cell = object.__new__(Cell)
+    cell.request, cell._seconds, cell._peak = SimpleNamespace(device="cuda"), 0.0, 0
+    for timed, untimed in ((100, 900), (60, 500)):
+        cell.timed(partial(highest.__setitem__, 0, timed))
+        highest[0] = untimed
+    assert cell.peak() == 100
 
 
 def test_our_descent_is_that_of_the_preset():

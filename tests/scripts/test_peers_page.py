@@ -396,6 +396,15 @@ def test_a_tool_that_rotates_is_held_against_our_rotated_blocks():
     sign = made(2.8, label="SignRound", **SIGN)
     readme = "\n".join(readme_tools([plain, blocks, sign]))
     assert f"{level(2.8):.2f} → {level(2.9):.2f}" in readme and "rotated" not in readme
+    # At W, where no rule is in them, what was told another one makes no second place.
+    told = {"label": "learned, told even", "option": {"rule": "even"}}
+    even = made(2.85, name="adaptive_learned", **own | told)
+    both = peers_page([plain, even, sign])[0]
+    assert "| finished weights | weights alone | 1 | 1 |" not in both  # SignRound has no row at W
+    sign_w = made(2.8, label="SignRound", kinds=("W+A", "W"), **SIGN)
+    both = peers_page([plain, even, sign_w])[0]
+    assert "| finished weights | weights alone | 1 | 1 |" in both
+    assert "- 4/8 at 5 bits: +10.5 % with 4,096 tokens" in both
     alone = peers_page([plain, other])[0].partition("## ")[0]
     assert "at 0 of 3 places with finished weights." in alone and "blocks" not in alone
 

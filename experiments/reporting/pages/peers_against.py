@@ -12,6 +12,7 @@ from ..texts import SIDES
 from .peers_results import (
     ROTATED,
     SHOWN,
+    UNTOLD,
     Kind,
     Result,
     Time,
@@ -146,21 +147,19 @@ def requests(results: Sequence[Result]) -> Iterator[list[Result]]:
 
 def defaults_compared(results: Sequence[Result]) -> list[Comparison]:
     """Our default against the best other tool, in every place, request and kind where there are both, and it is not
-    UNCOUNTED. Finished weights have one perplexity at W under both rules of inputs, and count once."""
+    UNCOUNTED. At W no rule of inputs is in finished weights: they count once, as what was told UNTOLD or is nearest to it."""
     found = []
     for of in by_place(results):
         for asked in requests(of):
-            once = set()
-            for kind in dict.fromkeys(k for r in asked for k in r.kinds):
-                ours = default(asked, asked[0].gives, kind)
+            gives, has_w = asked[0].gives, False
+            kinds = dict.fromkeys(k for r in asked for k in r.kinds)
+            for kind in sorted(kinds, key=lambda k: k[1] != UNTOLD):
+                is_w = gives == "weights" and kind[0] == "W"
+                ours = None if is_w and has_w else default(asked, gives, kind)
                 comparison = None if ours is None else best_compared(ours, kind, of)
-                if comparison is None or comparison.other.asked == UNCOUNTED:
-                    continue
-                if comparison.ours.gives == "weights" and kind[0] == "W":
-                    if comparison.levels in once:
-                        continue
-                    once.add(comparison.levels)
-                found.append(comparison)
+                if comparison and comparison.other.asked != UNCOUNTED:
+                    found.append(comparison)
+                    has_w |= is_w
     return found
 
 
@@ -168,11 +167,11 @@ def with_blocks(comparison: Comparison, results: Sequence[Result]) -> Comparison
     """The same with our rotated blocks in place of our default, where the other tool rotates; None where it does not, or they
     were not measured so."""
     ours, other, kind = comparison.ours, comparison.other, comparison.kind
+    if not other.rotates:
+        return None
     place = [r for r in results if place_of(r.first) == place_of(ours.first)]
     blocks = told((r for r in place if r.request == ours.request), ROTATED, kind)
-    if blocks is None or not other.rotates:
-        return None
-    return compared(blocks, other, kind, place)
+    return None if blocks is None else compared(blocks, other, kind, place)
 
 
 def verdict(results: Sequence[Result]) -> list[str]:
@@ -246,8 +245,8 @@ def against_others(results: Sequence[Result]) -> list[str]:
         "seeds that both have, ± the standard error of the difference, paired by seed; one seed has none. Under each rule "
         "stands what was told that rule, and under W+A and W what was told so, of ours and of other tools, where there is one. Seconds are medians over seeds, those of finished weights with the fastest search that chose their formats; ours count as faster only where they "
         "were taken beside as many other runs at least. `amp off`: auto-round computed in float32. Against formats of the published dMX without its rotations no "
-        "place is counted above: its authors do not leave them out. Rows with rotated blocks are of no default of ours: a tool that rotates "
-        "stands beside them, too. Finished weights have one perplexity at W under both rules, and are counted once there.",
+        "place is counted above: its authors do not leave them out. Rows with rotated blocks are not our default; a tool that rotates "
+        "stands beside both. Finished weights are counted once at W, where no rule is in them.",
         *tables,
         *_where_not(results),
     ]
@@ -257,16 +256,17 @@ def _where_not(results: Sequence[Result]) -> list[str]:
     """Where a claim is missed, by candidates, budget and rule."""
     lines: list[str] = []
     missed = [c for c in defaults_compared(results) if not c.is_met]
-    units = {c.ours.units for c in missed}
-    place_texts = {place_text(c.ours.first) for c in missed}
-    several = len(place_texts) > len(units)  # that differ in more than units
     for (gives, quantized), found in _by_claim(missed).items():
         places: dict[str, list[str]] = {}
+        texts = {place_text(c.ours.first) for c in found}
+        machines = {text.rpartition(", ")[0] for text in texts}  # without units
         for c in found:
-            place = f"{candidates(c.ours.family)} at {c.ours.limit:g} bits, {c.kind[1]}"
-            if several:
+            place = f"{candidates(c.ours.family)} at {c.ours.limit:g} bits"
+            if (gives, quantized) != ("weights", "W"):
+                place += f", {c.kind[1]}"
+            if len(machines) > 1:
                 place += f", {place_text(c.ours.first)}"
-            elif len(units) > 1:
+            elif len(texts) > 1:
                 place += f", {c.ours.units} units"
             slower = ", but not known to be faster" if c.is_below else ""
             reads_met = round(c.change, 1) <= -CLAIMS[gives]

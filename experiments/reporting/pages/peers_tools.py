@@ -79,7 +79,7 @@ def each_tool(results: Sequence[Result]) -> list[str]:
         f"scale rule {beside.rule}, under which most was measured; where "
         "several have as much, that of their lowest mean perplexity. Perplexities are means over the seeds that both have; the difference of ours is in % of theirs, "
         "negative where ours is lower, ± its standard error, paired by seed; one seed has none. Ours is what the command does by "
-        "default for this kind of answer; beside a tool that rotates ours has rotated blocks, which are no default. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
+        "default for this kind of answer; beside a tool that rotates, ours has rotated blocks, which are no default. Under W stands what was told W, where there is one; its seconds come second. Seconds of "
         "finished weights are with the fastest search that chose their formats.",
         "",
         *markdown(
@@ -104,7 +104,7 @@ def readme_tools(records: Sequence[Record]) -> list[str]:
         "",
         f"Perplexity of {first.model.id} on {first.data['evaluation'].name}; {beside.request}, {first.device.name}, {beside.first.units} "
         f"units where no other stand, scale rule {beside.rule}; means over the seeds that both have, and how far ours is from theirs in %, ± its standard error. "
-        + "Beside the tool that rotates ours has rotated blocks, which are no default. "
+        + "Beside the tool that rotates, ours has rotated blocks, which are no default. "
         * beside.has_blocks
         + " ".join(
             [

@@ -44,7 +44,7 @@ class Cell:
         self._evaluation: Tensor = tensors["evaluation"][: self.request.own_windows]
         self.notes: list[str] = []
         self._seconds = 0.0
-        self._peak = 0  # of timed work before the last, on a GPU
+        self._peak = 0
 
     @property
     def layers(self) -> list[str]:
@@ -74,23 +74,23 @@ class Cell:
         ]
 
     def timed(self, work: Callable[[], Any]) -> Any:
-        """What the work returns; its time is the answer's, and on a GPU its peak, with those of other work."""
+        """What the work returns; its time adds to the answer's, and on a GPU its peak is the answer's if it is the highest."""
         cuda = self.request.device.startswith("cuda")
         if cuda:
-            if self._seconds:
-                self._peak = max(self._peak, torch.cuda.max_memory_allocated())
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         result = work()
         if cuda:
             torch.cuda.synchronize()
         self._seconds += time.perf_counter() - start
+        if cuda:
+            self._peak = max(self._peak, torch.cuda.max_memory_allocated())
         return result
 
     def peak(self) -> int:
-        """Of the allocator of the GPU, or of the process so far."""
+        """Of the allocator of the GPU in timed work, or of the process so far."""
         if self.request.device.startswith("cuda"):
-            return max(self._peak, torch.cuda.max_memory_allocated())
+            return self._peak
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

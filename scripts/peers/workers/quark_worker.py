@@ -67,7 +67,7 @@ def weights(cell: Cell) -> None:
     from quark.torch.quantization.config import config  # its kernels compile on first use
     from torch.utils.data import DataLoader
 
-    asked, peaks = cell.request, []
+    asked = cell.request
     assert asked.given is not None
     given = dict(asked.given)
     layers = {layer: f for layer, f in given.items() if f == ROUNDED}
@@ -81,17 +81,16 @@ def weights(cell: Cell) -> None:
         )
         loader = DataLoader(cell.batches(), batch_size=None)
         made = cell.timed(lambda: quantized(model, layers, asked.has_inputs, algorithm, loader))
-        peaks.append(cell.peak())
         found = {name: made.get_submodule(name).weight.data for name in layers}
         del made
         model = cell.model()
         for name, weight in found.items():
             model.get_submodule(name).weight.data = weight
     made = cell.timed(lambda: quantized(model, given, asked.has_inputs))
-    peaks.append(cell.peak())
+    peak = cell.peak()
     modules = {name: made.get_submodule(name) for name in cell.layers}
     cell.save_weights({name: m._weight_quantizer(m.weight) for name, m in modules.items()})
-    cell.answer(given, ("amd-quark",), peak=max(peaks), own_nll=cell.own_nll(made))
+    cell.answer(given, ("amd-quark",), peak=peak, own_nll=cell.own_nll(made))
 
 
 if __name__ == "__main__":
