@@ -46,7 +46,7 @@ from experiments.running.settings import (
 
 from ..claiming import claimed
 from ..least import check_least
-from .answers import assignment_of, finished_weights, weight_rule
+from .answers import assignment_of, check_readable, finished_weights, weight_rule
 from .bench import Bench
 from .protocol import (
     ANSWER,
@@ -63,7 +63,7 @@ from .protocol import (
     end_with,
     ending_with_this,
 )
-from .rotated import RotatedParts, check_readable
+from .rotated import RotatedParts
 from .texts import NAMES, read_texts
 from .tools import LEARN_INPUTS, PEERS, ROOT, RULE, asked, check_can, given_pythons, python_of
 

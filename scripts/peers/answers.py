@@ -17,6 +17,7 @@ from dmx.assignment.space import SearchSpace
 from dmx.errors import RunError
 from dmx.formats import get_block_format
 from dmx.models.experts import form_of, linear_experts
+from dmx.models.linears import linear_layers
 from dmx.numerics import fake_quant
 
 from .protocol import ANSWER, Answer, layer_bits
@@ -82,6 +83,28 @@ def weight_rule(weights: Mapping[str, Tensor], formats: Mapping[str, str]) -> st
 def _is_of(weight: Tensor, block_format: str, rule: str) -> bool:
     again = fake_quant(weight.float(), get_block_format(block_format), scale_rule=rule)
     return torch.equal(again, weight.float())
+
+
+def check_readable(model: nn.Module, layers: Sequence[str], *, biases: bool) -> None:
+    """Refuse layers whose finished weights could not be read.
+
+    Args:
+        biases: whether the file holds them, or they stay as they are.
+
+    Raises:
+        RunError: there are such; names the first.
+    """
+    linear = linear_layers(model)
+    if experts := [name for name in layers if name not in linear]:
+        raise RunError(
+            f"{len(experts)} layers are experts in one tensor, first {experts[0]}: finished weights are read of linear layers "
+            "alone. Ask for formats alone."
+        )
+    if biased := [name for name in layers if not biases and linear[name].bias is not None]:
+        raise RunError(
+            f"{len(biased)} layers have a bias, first {biased[0]}: this tool changes biases when it rotates, and they cannot be "
+            "read. Ask for its formats alone."
+        )
 
 
 def finished_weights(path: Path, layers: Sequence[str]) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dmx.errors import RunError
-from dmx.models.linears import linear_layers
 
 from .answers import damaged
 from .protocol import ONLINE_ROTATION
@@ -103,28 +102,6 @@ class RotatedParts:
                 hook.remove()
             for name, (module, leaf) in owners.items():
                 setattr(module, leaf, own[name])
-
-
-def check_readable(model: nn.Module, layers: Sequence[str], *, biases: bool) -> None:
-    """Refuse layers whose finished weights could not be read.
-
-    Args:
-        biases: whether the file holds them, or they stay as they are.
-
-    Raises:
-        RunError: there are such; names the first.
-    """
-    linear = linear_layers(model)
-    if experts := [name for name in layers if name not in linear]:
-        raise RunError(
-            f"{len(experts)} layers are experts in one tensor, first {experts[0]}: finished weights are read of linear layers "
-            "alone. Ask for formats alone."
-        )
-    if biased := [name for name in layers if not biases and linear[name].bias is not None]:
-        raise RunError(
-            f"{len(biased)} layers have a bias, first {biased[0]}: this tool changes biases when it rotates, and they cannot be "
-            "read. Ask for its formats alone."
-        )
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

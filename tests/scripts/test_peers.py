@@ -40,7 +40,7 @@ from scripts.peers.protocol import (
     Request,
     layer_bits,
 )
-from scripts.peers.rotated import RotatedParts, check_readable
+from scripts.peers.rotated import RotatedParts
 from scripts.peers.workers import (
     auto_round_worker,
     brevitas_worker,
@@ -229,12 +229,12 @@ def test_finished_weights_of_experts_and_rotated_biases_are_refused():
     model = torch.nn.ModuleDict(
         {"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2, bias=False)}
     )
-    check_readable(model, ["b"], biases=False)
-    check_readable(model, ["a", "b"], biases=True)
+    answers.check_readable(model, ["b"], biases=False)
+    answers.check_readable(model, ["a", "b"], biases=True)
     with pytest.raises(RunError, match=r"1 layers have a bias, first a: .* its formats alone\."):
-        check_readable(model, ["a", "b"], biases=False)
+        answers.check_readable(model, ["a", "b"], biases=False)
     with pytest.raises(RunError, match=r"experts in one tensor, first mlp\.gate_up_proj: .* Ask"):
-        check_readable(model, ["a", "mlp.gate_up_proj"], biases=True)
+        answers.check_readable(model, ["a", "mlp.gate_up_proj"], biases=True)
 
 
 def test_a_cell_that_cannot_be_read_ends_no_other(tmp_path, capsys):

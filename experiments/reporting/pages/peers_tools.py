@@ -177,9 +177,10 @@ def _rows(
         rows: dict[str, dict[str, Comparison]] = {}
         for quantized in SIDES:
             kind = (quantized, rule)
+            if (ours := default(asked, gives, kind)) is None:
+                continue
             for other in others_told(of, kind):
-                ours = default(asked, gives, kind)
-                if ours and (comparison := compared(ours, other, kind, place)):
+                if comparison := compared(ours, other, kind, place):
                     blocks = with_blocks(comparison, place)
                     rows.setdefault(other.title, {})[quantized] = blocks or comparison
         yield from rows.values()

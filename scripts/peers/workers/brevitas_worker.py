@@ -208,7 +208,7 @@ def save_rotated_model(cell: Cell, model: nn.Module) -> None:
     """
     layers = cell.layers
     inside = tuple(f"{name}." for name in layers)
-    held = {n: p.detach() for n, p in model.named_parameters() if not n.startswith(inside)}
+    held = {n: p for n, p in model.named_parameters() if not n.startswith(inside)}
     online = [name for name in layers if is_online(model.get_submodule(name))]
     sizes = {layer_of(model, name).in_features for name in online}
     if len(sizes) > 1:

@@ -82,9 +82,8 @@ class Cell:
         result = work()
         if cuda:
             torch.cuda.synchronize()
-        self._seconds += time.perf_counter() - start
-        if cuda:
             self._peak = max(self._peak, torch.cuda.max_memory_allocated())
+        self._seconds += time.perf_counter() - start
         return result
 
     def peak(self) -> int:
